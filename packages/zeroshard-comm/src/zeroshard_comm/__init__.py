@@ -1,4 +1,4 @@
-"""Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
+"""Moves shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
 from zeroshard_comm.agreement import (
     Coordinator,

@@ -1,7 +1,7 @@
-"""The private names of torch that this package uses, each with its reason, and the check that this torch has them.
+"""Lists the private names of torch that this package uses, with reasons, and checks that this torch has them.
 
-A package names what is private in torch in its own module of this name, or uses the module of a package below. So what
-a new torch has renamed is found when the package is imported, by name, and is mended in one place.
+Each package lists its private names of torch in a module of this name, or uses the module of a package below. If a new
+torch renames one, importing the package raises an error that says which, and one place must be changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 TESTED_WITH = "2.15"
-"""The newest torch in which these names were tried."""
+"""The newest torch with which these names were tested."""
 
 USED: Mapping[str, str] = {
     "torch._foreach_add_": "one call for many tensors, where a loop costs a call for each",
@@ -36,13 +36,13 @@ def check_names(package: str, used: Mapping[str, str], tested_with: str) -> None
     """Check that this torch has the private names that a package uses.
 
     Args:
-        package: which package, for the message.
-        used: dotted names with the reasons why they are used. The last part is an attribute of a module or class, or of
-            an instance, if it is named in a method of the class.
-        tested_with: the newest version of torch in which they were tried.
+        package: the name of the package, for the message.
+        used: the reasons for each use, by dotted name. The last part is an attribute of a module or class, or one of
+            its instances, if a method of the class uses it.
+        tested_with: the newest version of torch with which the names were tested.
 
     Raises:
-        ImportError: naming those that are missing.
+        ImportError: if names are missing; the message lists them.
     """
     missing = [name for name in used if not _is_there(name)]
     if missing:
@@ -70,13 +70,13 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 coalescing_manager = dist._coalescing_manager  # type: ignore[attr-defined]  # torch exports it unseen
-# Public names: those of 2.13, which deprecates the ones of 2.11 and 2.12.
+# Public names: torch 2.13 has the first ones, and deprecates those of 2.11 and 2.12.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long the operations of a group are given up; None if its backends do not tell."""
+    """Return the timeout of a group's operations; None if its backends do not say."""
     for backend in backends_of(group):
         with suppress(AttributeError, RuntimeError):
             timeout = backend.options._timeout
@@ -86,22 +86,22 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of a group, those for several types of devices more than once."""
+    """Return the backends of a group, once for each device type."""
     found = []
     for device in group._device_types:
-        # One that is made at its first use is not there before.
+        # Some backends are made at their first use, and raise before.
         with suppress(RuntimeError):
             found.append(group._get_backend(device))
     return found
 
 
 def supports_coalescing(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend of a group for a device issues several collectives as one."""
+    """Return True if the backend of a group for a device can issue several collectives as one."""
     return bool(group._get_backend(device).supports_coalescing)
 
 
 def group_of(gloo: dist.ProcessGroupGloo, store: Any, name: Any) -> dist.ProcessGroup:  # noqa: ANN401 - torch's stubs lack both
-    """Return a group that torch does not list: of one backend, for CPU tensors."""
+    """Return a group with one backend, for CPU tensors, which torch does not list among its groups."""
     group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)

@@ -1,4 +1,4 @@
-"""Parameters from their owners to all ranks, by tagged messages."""
+"""Sends parameters from their owners to all ranks, by tagged messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MessageBroadcaster(ParameterBroadcaster):
     Args:
         ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
         segments: as for :class:`ParameterBroadcaster`.
-        traffic: as there.
-        tag: of the messages. Messages with one tag between two ranks are matched in order: broadcasters that are
-            not used in the same order on all ranks need different tags.
+        traffic: as for :class:`ParameterBroadcaster`.
+        tag: the tag of the messages. Messages with one tag between two ranks are matched in order, so broadcasters that
+            ranks do not use in the same order need different tags.
         pack_below: as for :func:`~zeroshard_comm.messages.pack_pieces`.
     """
 
@@ -39,7 +39,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         pack_below: int = PACK_BELOW,
     ) -> None:
         super().__init__(ranks, segments, traffic)
-        # A single rank has nothing to send.
+        # A single rank sends nothing.
         pieces = [(segment.owner, segment.view) for segment in segments] if ranks.world_size > 1 else []
         messages = pack_pieces(pieces, pack_below)
         self._own = [message for message in messages if message.owner == ranks.rank]
@@ -78,6 +78,6 @@ class MessageBroadcaster(ParameterBroadcaster):
         self.arrive()
         started = time.perf_counter()
         while self._sends:
-            # Even if a later one fails: these messages are not waited for again.
+            # Removed before the wait: if it raises, this rank must not wait for the message again.
             self._sends.pop(0).wait(_OPERATION)
         self.traffic.add("share", waited=time.perf_counter() - started)

@@ -1,10 +1,10 @@
-"""The two moves by collectives, where messages cannot be matched by tag: as NCCL has them.
+"""Reducers and broadcasters by collectives, for backends such as NCCL that do not match messages by tag.
 
-What a rank owns of cut tensors travels in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by
-one reduce-scatter of a bucket, parameters by one all-gather. Whole tensors travel in place, by one group of reduces, or
-of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks.
+Parts of cut tensors are sent in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by one
+reduce-scatter per bucket, parameters by one all-gather. Whole tensors are sent in place, by one group of reduces or of
+broadcasts. Matrices use two buffers in turn, and a matrix that does not fit is sent in chunks.
 
-Everything is issued by the thread that calls, in one order, which must be the same on all ranks.
+The calling thread issues all collectives, in one order, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 STAGING_BYTES = 64 * 1024 * 1024
-"""Of each of the two buffers, at most; one unit of columns always fits."""
+"""The largest size of each of the two buffers, in bytes; one unit of columns always fits."""
 
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Where to, and where from."""
+"""The destinations and the sources."""
 
 
 class _Slot:
-    """One of the buffers. Its next user is ordered after the last one, on whatever stream."""
+    """One of the buffers. It orders its next use after the last one, also on another stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -49,20 +49,20 @@ class _Slot:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory to write to, 1-D."""
+        """Return the first ``numel`` elements of the buffer, 1-D, to write to."""
         if self.passage is not None:
             self.passage.finish()
         nbytes = numel * dtype.itemsize
         if self._memory.numel() < nbytes:
             _keep(self._memory)
-            # Two must not be held at a time.
+            # Free the old memory first, so that the device never holds both.
             self._memory = self._memory.new_empty(0)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._memory[:nbytes].view(dtype)
 
 
 class _Passage:
-    """One collective that uses a slot; ``complete`` waits for it, and copies out of the slot what has arrived."""
+    """One collective that uses a slot. ``complete`` waits for it, and copies the result out of the slot."""
 
     def __init__(self, slot: _Slot, complete: Callable[[], None]) -> None:
         self._device = slot.device
@@ -71,11 +71,11 @@ class _Passage:
         slot.passage = self
 
     def finish(self) -> None:
-        """Order the current stream after it. It may have been finished before, perhaps on another stream."""
+        """Order the current stream after the collective. May be called again, also on another stream."""
         stream = _current_stream(self._device)
         if self._complete is not None:
             self._complete()
-            # It refers to the group, by which the slot is found.
+            # Dropped, because it refers to the process group, whose context holds the slot.
             self._complete = None
             self._end = stream.record_event() if stream is not None else None
         elif self._end is not None and stream is not None:
@@ -90,21 +90,21 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def _keep(memory: torch.Tensor) -> None:
-    """Keep memory, once freed, until the current stream has come as far as then: another one may have allocated it."""
+    """Keep freed memory until the current stream has done its present work: another stream may have allocated it."""
     stream = _current_stream(memory.device)
     if stream is not None:
         memory.record_stream(stream)
 
 
 class Staging:
-    """Two buffers per device in turn, for all matrices of a process group; they grow to what is asked for."""
+    """Holds two buffers per device, for all matrices of a process group. They grow to the largest matrix or chunk."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._turn = 0
 
     def next_slot(self, device: torch.device) -> _Slot:
-        """Return the one whose turn it is."""
+        """Return the two slots of a device in turn."""
         self._turn = 1 - self._turn
         return self._slots.setdefault((device, self._turn), _Slot(device))
 
@@ -112,7 +112,7 @@ class Staging:
 def _together(
     ranks: RankGroup, device: torch.device, operation: str, calls: Sequence[Callable[[], dist.Work | None]]
 ) -> list[Callable[[], None]]:
-    """Issue collectives as one group, or one by one where the backend has no groups; return what waits for them."""
+    """Issue collectives, as one group if the backend has groups; return functions that wait for them."""
     works: list[dist.Work | None] = []
     if calls and ranks.coalesces(device):
         with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
@@ -125,16 +125,16 @@ def _together(
 
 
 class CollectiveReducer(GradientReducer):
-    """The collectives of one bucket.
+    """Reduces one bucket by collectives.
 
     Args:
-        ranks: a group whose collectives are issued in one order.
-        traffic: where bytes are counted, as kind ``"reduce"``.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
+        ranks: a group on which all ranks issue collectives in one order.
+        traffic: counts bytes, as kind ``"reduce"``.
+        runs: ranges of elements of the bucket and their owners, in bucket order. Elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
 
     Attributes:
-        matrix: which runs travel by reduce-scatter.
+        matrix: the runs that are sent by reduce-scatter.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic, runs: Sequence[Run], like: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class CollectiveReducer(GradientReducer):
         # NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
         self._averages = ranks.coalesces(like.device)
         self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        # A single rank has nothing to reduce.
+        # A single rank reduces nothing.
         self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
         self.matrix = OwnerMajor.of(runs, ranks.world_size)
         self._chunks = self.matrix.chunks(
@@ -153,7 +153,7 @@ class CollectiveReducer(GradientReducer):
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
         self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
         self._whole = [runs[index] for index in self.matrix.outside]
-        # Other optimizers may have what lies between.
+        # The elements between the runs may belong to another optimizer.
         self._ranges = _joined(runs)
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
@@ -161,7 +161,7 @@ class CollectiveReducer(GradientReducer):
         self._places: dict[int, tuple[tuple[int, int], _Copies]] = {}
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
+        """Return the view that holds the mean of a range: in the bucket, or in this rank's row of the matrix."""
         number = bisect_right(self._runs, start, key=attrgetter("start")) - 1
         column = self.matrix.columns[number] if self._runs else None
         if column is None:
@@ -170,11 +170,11 @@ class CollectiveReducer(GradientReducer):
         return self._owned[place : place + stop - start]
 
     def release(self) -> None:
-        """Drop what refers to the memory of the last bucket."""
+        """Drop references to the memory of the last bucket."""
         self._places.clear()
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
-        """Issue the reductions of a bucket after what the current stream is doing."""
+        """Issue the reductions of a bucket, after the work of the current stream."""
         unfinished: list[Callable[[], None]] = []
         if self._runs:
             group, op = self.ranks.group, self._op
@@ -194,7 +194,7 @@ class CollectiveReducer(GradientReducer):
         return _CollectiveWork(self.traffic, unfinished)
 
     def _packing(self, number: int, buffer: torch.Tensor, packed: torch.Tensor) -> _Copies:
-        """Return where the blocks of a chunk go, and where they are in a bucket; kept as long as both stay."""
+        """Return the blocks of a chunk in the matrix and in the bucket. Cached until either has another address."""
         key, chunk = (buffer.data_ptr(), packed.data_ptr()), self._chunks[number]
         if number not in self._places or self._places[number][0] != key:
             sources = [_in_memory(buffer[self._runs[block.run].start :], block) for block in chunk.blocks]
@@ -203,13 +203,13 @@ class CollectiveReducer(GradientReducer):
 
 
 def _in_memory(run: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return a block where it lies in memory, as rows and columns; ``run`` is the first row's, 1-D, in memory."""
+    """Return the 2-D view of a block. ``run`` is the 1-D memory that begins with the run of the first row."""
     start = int(run.storage_offset()) + block.offset
     return run.as_strided((len(block.rows), len(block.columns)), (block.stride, 1), start)
 
 
 def _in_matrix(packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
-    """Return the blocks of a chunk in the memory of its matrix, 1-D."""
+    """Return the views of the blocks of a chunk in the 1-D memory of its matrix."""
     matrix = packed.view(-1, chunk.width)
     return [
         matrix[block.rows.start : block.rows.stop, block.columns.start : block.columns.stop] for block in chunk.blocks
@@ -217,7 +217,7 @@ def _in_matrix(packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
 
 
 def _joined(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Return the ranges of elements of runs that are in order, neighbours as one."""
+    """Return the ranges of elements of sorted runs, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for run in runs:
         start = joined.pop()[0] if joined and joined[-1][1] == run.start else run.start
@@ -238,19 +238,19 @@ class _CollectiveWork(BucketReduceWork):
 
 
 class CollectiveBroadcaster(ParameterBroadcaster):
-    """All-gathers and broadcasts of segments, issued in one order by the thread that calls.
+    """Sends segments by all-gathers and broadcasts, which the calling thread issues in one order.
 
     Args:
-        ranks: a group whose collectives are issued in one order.
+        ranks: a group on which all ranks issue collectives in one order.
         segments: as for :class:`ParameterBroadcaster`.
-        traffic: as there.
+        traffic: as for :class:`ParameterBroadcaster`.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
         super().__init__(ranks, segments, traffic)
         staging = ranks.context.shared(Staging)
         by_dtype: dict[torch.dtype, list[Segment]] = {}
-        # A single rank has nothing to send.
+        # A single rank sends nothing.
         for segment in [segment for segment in segments if segment.nbytes] if ranks.peers else ():
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
@@ -265,7 +265,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
                 self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
     def send(self) -> None:
-        """Issue all collectives. Each all-gather from the third on waits until one of two buffers is free."""
+        """Issue all collectives. From the third on, each all-gather waits until one of the two buffers is free."""
         group = self.ranks.group
         self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [
@@ -276,7 +276,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self._unfinished))
 
     def arrive(self) -> None:
-        """Wait for all, and unpack what has been gathered."""
+        """Wait for all collectives, and unpack the gathered rows."""
         started = time.perf_counter()
         for finish in self._unfinished:
             finish()
@@ -285,7 +285,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
 
 
 class _Gather:
-    """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked."""
+    """One chunk of a matrix of segments: packs this rank's row, gathers all rows, and unpacks them."""
 
     def __init__(self, ranks: RankGroup, slot: _Slot, segments: Sequence[Segment], chunk: Chunk) -> None:
         self._ranks, self._slot, self._chunk = ranks, slot, chunk
@@ -302,7 +302,7 @@ class _Gather:
             self._locate(packed)
         if self._own[0]:
             foreach_copy_(*self._own)
-        # As bytes: backends refuse some dtypes that they would move without looking at them.
+        # Sent as bytes, because backends refuse some dtypes.
         everything, mine = packed.view(torch.uint8), packed.view(size, -1)[self._ranks.rank].view(torch.uint8)
         work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
         return _Passage(self._slot, partial(self._unpack, work))
@@ -328,6 +328,6 @@ class _Gather:
 
 
 def _follows(segments: Sequence[Segment], number: int) -> bool:
-    """Whether a segment begins in memory where the one before it ends."""
+    """Return True if a segment begins in memory where the one before it ends."""
     one, other = segments[number - 1], segments[number]
     return one.buffer is other.buffer and one.within.stop is not None and one.within.stop == other.within.start

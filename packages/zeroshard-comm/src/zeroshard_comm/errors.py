@@ -1,4 +1,4 @@
-"""The errors of this package, how a backend's error becomes one, and how one travels to the other ranks."""
+"""The errors of this package. Functions make them from errors of a backend, and send them to the other ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class DifferentCallsError(DisagreementError):
 class PeerLostError(RuntimeError):
     """A rank of the group closed its connection, died, or did not answer within the group's timeout.
 
-    The rank that raises it has closed the connections that zeroshard had made for itself, so every other exchange of
-    zeroshard on that group raises too, on every rank. On a group with a backend for devices, such as NCCL, what this
-    rank has issued there is aborted. A group of gloo is left alone: DistributedDataParallel's collectives on it may
-    wait until its timeout for a rank that lives on.
+    The rank that raises it has closed zeroshard's own connections, so every other exchange of zeroshard on that group
+    raises too, on every rank. If the group has a backend for devices, such as NCCL, this rank has aborted its own
+    operations there. A gloo group is not aborted: collectives of DistributedDataParallel on it may wait until its
+    timeout for a rank that is still alive.
 
     Attributes:
-        peer: group rank of the lost one; None if unknown.
+        peer: group rank of the lost rank; None if unknown.
     """
 
     peer: int | None = None
 
 
 def builtin_name(error: BaseException) -> str:
-    """Name the nearest built-in type of an error, by which other ranks can raise it too.
+    """Return the name of the nearest built-in type of an error, which other ranks can raise too.
 
     >>> class DamagedFile(ValueError): ...
     >>> builtin_name(DamagedFile("x"))
@@ -42,9 +42,9 @@ def builtin_name(error: BaseException) -> str:
 
 
 def rebuild_exception(type_name: str, message: str) -> Exception:
-    """Make the error that another rank reported: of a built-in type, or else a RuntimeError that carries the name.
+    """Return the error that another rank reported: of a built-in type, else a RuntimeError that contains the name.
 
-    A peer's text may not choose what is imported here.
+    Imports nothing, because the text of a peer must not choose what is imported here.
     """
     kind = getattr(builtins, type_name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (UnicodeDecodeError, UnicodeEncodeError):
@@ -54,18 +54,18 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
 
 
 def first_line(failure: RuntimeError) -> str:
-    """Return what a backend said, without its stack."""
+    """Return the first line of a backend's message, without its stack trace."""
     return str(failure).splitlines()[0] if str(failure) else type(failure).__name__
 
 
 def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
-    """Make the error that names the peer out of the backend's own.
+    """Return a PeerLostError that names the peer, for an error of the backend.
 
     Args:
-        failure: what the backend raised.
-        peer: group rank at the other end; None if it is not known which one was lost.
-        rank: group rank at this end.
-        operation: what the ranks were doing.
+        failure: the error of the backend.
+        peer: group rank of the lost rank; None if unknown.
+        rank: group rank of this process.
+        operation: the operation of the ranks.
     """
     who = f"rank {peer}" if peer is not None else "another rank"
     error = PeerLostError(
@@ -78,11 +78,11 @@ def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str
 
 
 def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostError:
-    """Make the error for connections of our own that could not be made.
+    """Return the error of a rank that could not connect to the others.
 
     Args:
-        failure: what the backend raised.
-        rank: group rank at this end.
+        failure: the error of the backend.
+        rank: group rank of this process.
         world_size: number of ranks, each of which connects to every other one.
     """
     error = peer_lost(failure, None, rank, "connect()")
@@ -93,15 +93,15 @@ def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostEr
 
 
 Explain = Callable[[str, str, int, int], "str | None"]
-"""From two ranks' details, and the two ranks, to a text that names the first difference; None if it finds none."""
+"""A function of two ranks' details, and these ranks, that names the first difference; it returns None if none."""
 
 OWN = "own"
-"""In place of the name of an error: every rank has the same one, and raises its own."""
+"""Replaces the name of an error if every rank has the same error, and raises its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank's report after a difference: its operation, its position, and its details."""
+    """The report of a rank after a difference: its operation, position and details, and its error."""
 
     rank: int
     operation: str
@@ -118,7 +118,7 @@ class RankReport:
 
 
 def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tuple[str, str]:
-    """The one error that every rank raises, by the reports of all ranks: its type, or :data:`OWN`, and its message."""
+    """Return the error that every rank raises, from all reports: its type, or :data:`OWN`, and its message."""
     calls = dict.fromkeys(report.call for report in reports)
     failed = [report for report in reports if report.error_type]
     if failed:

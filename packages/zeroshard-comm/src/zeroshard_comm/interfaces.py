@@ -1,7 +1,7 @@
-"""The two moves of a sharded step as interfaces: gradients to their owners, and the owners' new values to all.
+"""Interfaces of the two exchanges of a sharded step: reduce gradients to their owners, broadcast new parameters.
 
-Each is made once for a layout and used in every step. The implementation depends on the backend: tagged messages,
-collectives, or reads of peers' memory on one host; see :mod:`zeroshard_comm.transport`.
+The objects are made once for a layout and used in every step. The implementation depends on the backend: tagged
+messages, collectives, or reads of peers' memory on one host; see :mod:`zeroshard_comm.transport`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zeroshard_comm.traffic import Traffic
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A buffer, or a range of one, that one rank owns and all ranks have.
+    """A buffer, or a range of one, that one rank owns and all ranks hold.
 
     Attributes:
-        owner: group rank.
+        owner: group rank of the owner.
         buffer: 1-D contiguous tensor; the same length and dtype on every rank.
-        is_part: whether it is of a tensor that is cut over several ranks.
-        within: the elements of the buffer that are meant, from a start to a stop.
+        is_part: whether the elements belong to a tensor that is cut over several ranks.
+        within: the range of elements of the buffer; the whole buffer by default.
     """
 
     owner: int
@@ -34,35 +34,35 @@ class Segment:
 
     @property
     def view(self) -> torch.Tensor:
-        """The elements, 1-D. Made when asked for: a cut parameter has as many segments as ranks."""
+        """The elements, 1-D. Each access makes the view: a cut parameter has as many segments as ranks."""
         return self.buffer[self.within]
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return len(range(*self.within.indices(self.buffer.numel())))
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """Size in bytes."""
         return self.numel * self.buffer.element_size()
 
 
 class BucketReduceWork(ABC):
-    """One reduction of a bucket to its owners. It may use the bucket until it is closed."""
+    """One reduction of a bucket to its owners. It may use the bucket until :meth:`close` returns."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for what this rank owns: the means of all ranks, at :meth:`GradientReducer.owned`.
+        """Wait until the means of the ranges that this rank owns are at :meth:`GradientReducer.owned`.
 
-        The bucket then holds anything elsewhere. On an accelerator the current stream is ordered after that.
+        The rest of the bucket is undefined then. On an accelerator this orders the current stream after the reduction.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
 
-    def close(self) -> None:  # noqa: B027 - some have sent all when they are finished
-        """Wait until this rank's values have been sent. The ranks agree once more before buckets are written to again.
+    def close(self) -> None:  # noqa: B027 - some have sent everything when `finish` returns
+        """Wait until this rank's values have been sent. All ranks must agree once more before they write to buckets.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -72,11 +72,11 @@ class BucketReduceWork(ABC):
 class GradientReducer(ABC):
     """Reduces one bucket in every backward: its owners get the mean over all ranks.
 
-    All ranks begin their buckets in the same order, and agree on something when the last of a backward is closed.
+    All ranks begin their buckets in the same order, and agree after they have closed the last reduction of a backward.
     """
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return where the mean of a range lies that this rank owns, after :meth:`BucketReduceWork.finish`: 1-D.
+        """Return the 1-D view that holds the mean of a range of this rank after :meth:`BucketReduceWork.finish`.
 
         Args:
             buffer: the bucket, 1-D.
@@ -85,11 +85,11 @@ class GradientReducer(ABC):
         """
         return buffer[start:stop]
 
-    def release(self) -> None:  # noqa: B027 - not all keep any
-        """Drop what refers to the memory of the last bucket."""
+    def release(self) -> None:  # noqa: B027 - some keep no references
+        """Drop references to the memory of the last bucket."""
 
-    def expect(self) -> None:  # noqa: B027 - not all can prepare anything
-        """Prepare for the next :meth:`begin`, once for each and in their order, before there is anything to send.
+    def expect(self) -> None:  # noqa: B027 - some have nothing to prepare
+        """Prepare for the next :meth:`begin`, before there are values to send. Call it once for each, in their order.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -108,16 +108,16 @@ class GradientReducer(ABC):
 
 
 class ParameterBroadcaster(ABC):
-    """Sends the owners' values of the same segments to all ranks, as often as asked, one broadcast after another.
+    """Sends the owners' values of a fixed list of segments to all ranks, in one broadcast after another.
 
     All methods are collective: every rank calls them in the same order. Segments may be in use until :meth:`wait` has
     returned.
 
     Args:
         ranks: the group.
-        segments: the same list on every rank, up to the addresses of the buffers, which are all on one device. Agree on
-            that first.
-        traffic: where bytes are counted, as kind ``"share"``.
+        segments: the segments, whose buffers are all on one device. Ranks must agree on the list first; only addresses
+            may differ.
+        traffic: counts bytes, as kind ``"share"``.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
@@ -126,8 +126,8 @@ class ParameterBroadcaster(ABC):
         self.sent = owned * len(ranks.peers)
         self.received = sum(segment.nbytes for segment in segments) - owned
 
-    def begin(self) -> None:  # noqa: B027 - some do nothing before there are values to send
-        """Begin. Segments of peers may be written from now on, this rank's own are read from :meth:`send` on.
+    def begin(self) -> None:  # noqa: B027 - some begin when there are values to send
+        """Begin a broadcast. It may write segments of peers from now on, and reads this rank's own after :meth:`send`.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -143,16 +143,16 @@ class ParameterBroadcaster(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Return when the segments of peers hold their values; this rank's own may still be read. No-op when done.
+        """Wait until the segments of peers hold their values; peers may still read this rank's own. No-op when done.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
 
     def wait(self) -> None:
-        """As :meth:`arrive`, and until this rank's own segments may be changed.
+        """Wait as :meth:`arrive` does, and until this rank's own segments may be changed.
 
-        On an accelerator both return when the current stream is ordered after that.
+        On an accelerator both only order the current stream after the broadcast.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -160,7 +160,7 @@ class ParameterBroadcaster(ABC):
         self.arrive()
 
     def broadcast(self) -> None:
-        """Begin, send and wait."""
+        """Call :meth:`begin`, :meth:`send` and :meth:`wait`."""
         self.begin()
         self.send()
         self.wait()

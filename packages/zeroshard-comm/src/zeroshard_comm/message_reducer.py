@@ -1,9 +1,9 @@
-"""Sends a bucket of gradients to its owners, by a plan of messages made once per bucket and used in every backward.
+"""Sends a bucket of gradients to its owners. The messages are laid out once per bucket and sent in every backward.
 
 Every rank sends each owner its values of that owner's ranges: large ones directly from the bucket, small ones packed.
-Owners add up the values that arrive, in ascending rank order, so that sums do not depend on the plan.
+Owners add the values in ascending rank order, so that sums do not depend on the plan.
 
-Messages are tagged. Those with one tag between two ranks are matched in order: bucket by bucket in the order of
+Messages are tagged. Messages with one tag between two ranks are matched in order: bucket by bucket in the order of
 :meth:`MessageReducer.begin`, which must be the same on all ranks.
 """
 
@@ -32,22 +32,22 @@ TAG_GRADIENTS = 0x5A530031
 Pieces = tuple[torch.Tensor, ...]
 
 WINDOW_BYTES = 16 * 1024 * 1024
-"""Memory for receives. Room for one message is too little on a slow wire: that a receive has been posted is told to the
-sender after all that is on its way to it already."""
+"""Memory for receives, in bytes. On a slow link one message is too little, because gloo tells a sender of a posted
+receive only after all data that this rank is sending it."""
 
 
 class MessageReducer(GradientReducer):
-    """The messages of one bucket.
+    """Reduces one bucket by messages.
 
     Args:
         ranks: the group; its backend matches messages by tag.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
-        dtype: of the bucket, which is on the CPU.
+        runs: ranges of elements of the bucket and their owners, in bucket order. Elements between them have no owner.
+        dtype: the dtype of the bucket, which is on the CPU.
         window: posts the receives of gradients.
-        traffic: where bytes are counted, as kind ``"reduce"``.
+        traffic: counts bytes, as kind ``"reduce"``.
 
     Attributes:
-        messages: by owner, what every other rank sends to it.
+        messages: for each owner, the messages that every other rank sends to it.
     """
 
     def __init__(
@@ -64,35 +64,35 @@ class MessageReducer(GradientReducer):
             owner: bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
             for owner in range(ranks.world_size)
         }
-        # Where each begins and ends, and the gaps between them.
+        # The first and last elements of all ranges, which also delimit the gaps between them.
         ranges = [part for messages in self.messages.values() for message in messages for part in message.ranges]
         self._edges = sorted({0, *chain.from_iterable(ranges)})
         self._sizes = [stop - start for start, stop in pairwise(self._edges)]
 
     def expect(self) -> None:
-        """Post the receives as the window allows.
+        """Post the receives for which the window has memory.
 
-        The sooner the better, also before there is anything to send: that a receive has been posted is told to the
-        sender after all that this rank is sending already.
+        Call it early, also before there are values to send: gloo tells the sender of a posted receive only after all
+        data that this rank is sending it.
         """
         self._expected = MessageReduceWork(self)
 
     def begin(self, buffer: torch.Tensor) -> MessageReduceWork:
-        """Expect, unless that is done, and send."""
+        """Post the receives, unless :meth:`expect` has, and send."""
         work, self._expected = self._expected or MessageReduceWork(self), None
         work.send(buffer)
         return work
 
     def cut(self, buffer: torch.Tensor) -> Mapping[int, torch.Tensor]:
-        """Return the views of ``buffer`` that messages have, by their first elements.
+        """Return the views of ``buffer`` that messages use, by their first elements.
 
-        They are not kept: DDP replaces its buckets once, and then frees the memory of the first ones.
+        They are not cached: DDP replaces its buckets once, and then frees the memory of the first ones.
         """
         return dict(zip(self._edges, buffer[: self._edges[-1]].split(self._sizes), strict=False))
 
 
 class MessageReduceWork(BucketReduceWork):
-    """One reduction of a bucket. Its receives are posted first. Then it is sent once, finished once, and closed."""
+    """One reduction of a bucket. Posts its receives; then call ``send``, ``finish`` and ``close``, each once."""
 
     def __init__(self, reducer: MessageReducer) -> None:
         self._reducer, self._window = reducer, reducer.window
@@ -105,7 +105,7 @@ class MessageReduceWork(BucketReduceWork):
         self._window.extend([receive for _, receives in self._arrivals for receive in receives.values()])
 
     def send(self, buffer: torch.Tensor) -> None:
-        """Send this rank's values of the others' ranges.
+        """Send this rank's values of the ranges that other ranks own.
 
         Args:
             buffer: the bucket, 1-D; it belongs to the reduction until :meth:`close` has returned.
@@ -126,7 +126,7 @@ class MessageReduceWork(BucketReduceWork):
         reducer.traffic.add("reduce", sent=sent, received=received, calls=calls)
 
     def finish(self) -> None:
-        """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere what it held.
+        """Wait until this rank's ranges of the bucket hold the mean over all ranks; the rest is unchanged.
 
         The bucket belongs to the reduction until :meth:`close` has returned.
 
@@ -164,25 +164,25 @@ class MessageReduceWork(BucketReduceWork):
 
 @dataclass(eq=False)
 class Receive:
-    """One message to be received from a rank: its length, and, while it is posted, the message."""
+    """A message to receive from a rank. ``message`` is None until the receive is posted, and after its release."""
 
     peer: int
     nbytes: int
     message: Message | None = field(default=None, repr=False)
 
     def wait(self) -> torch.Tensor:
-        """Return the message as 1-D bytes; receives are waited for in the order in which they were added."""
+        """Wait for the message and return it as 1-D bytes. Call it in the order in which receives were added."""
         assert self.message is not None
         self.message.wait("backward()")
         return self.message.buffer
 
 
 class ReceiveWindow:
-    """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
+    """Posts receives in order, as far ahead as a limit of memory allows, and reuses the memory.
 
-    A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
-    Two receives are posted whatever their size: a sum holds one while it waits for the next. At most ``limit`` bytes
-    are posted, or kept, at a time. Any thread may call any method.
+    A sender starts when its receive is posted, so the link is busy if the window is as large as the data on its way.
+    Two receives are always posted, whatever their size, because a sum holds one while it waits for the next. Otherwise
+    at most ``limit`` bytes are posted or kept. Any thread may call any method.
     """
 
     def __init__(self, ranks: RankGroup, limit: int, tags: int = 0) -> None:
@@ -193,13 +193,13 @@ class ReceiveWindow:
         self._held = self._count = self._made = 0
 
     def extend(self, receives: Sequence[Receive]) -> None:
-        """Append receives, and post those for which there is room."""
+        """Append receives, and post those for which there is memory."""
         with self._lock:
             self._waiting.extend(receives)
             self._post()
 
     def release(self, receive: Receive) -> None:
-        """Give the memory of a receive back, and post receives for which there is room now."""
+        """Give the memory of a receive back, and post the receives for which there is memory now."""
         with self._lock:
             assert receive.message is not None
             self._free.setdefault(receive.nbytes, []).append(receive.message.buffer)
@@ -213,7 +213,7 @@ class ReceiveWindow:
             receive = self._waiting.popleft()
             if not self._free.get(receive.nbytes):
                 if self._made + receive.nbytes > self._limit:
-                    # It has another length; few buckets have equal ones.
+                    # Drop free memory of other lengths: few buckets have messages of equal lengths.
                     self._free, self._made = {}, self._held
                 self._free[receive.nbytes] = [torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")]
                 self._made += receive.nbytes
@@ -226,18 +226,18 @@ class ReceiveWindow:
 def mean_in_rank_order(
     ranks: RankGroup, own: Pieces, take: Callable[[int], torch.Tensor], release: Callable[[int], None]
 ) -> float:
-    """Replace this rank's values, 1-D tensors or none, by the mean over all ranks.
+    """Replace this rank's values, 1-D tensors or none, by the mean over all ranks; return the seconds spent waiting.
 
-    ``take`` returns the values of a peer, as many bytes in one tensor. Peers come in ascending order, and at most two
-    are taken at a time; ``release`` gives the memory of one back. Returns how many seconds taking them took.
+    ``take`` returns the values of a peer, as one tensor of as many bytes. This calls it for peers in ascending order,
+    and holds at most two tensors at a time; ``release`` gives the memory of one back.
     """
     rank, world_size = ranks.rank, ranks.world_size
     # Scaling by a power of two is exact, so it can be done while adding.
     exact = world_size & (world_size - 1) == 0
-    # Two terms can be added in either order: only from rank 2 on does their sum need memory of its own.
+    # Two terms can be added in either order, so only ranks from 2 on need memory for the sum of earlier ranks.
     total: Pieces | None = None
     waited = 0.0
-    # In bfloat16 a factor would be rounded before it is used, but the number of ranks is not.
+    # Divide: in bfloat16 the factor 1 / world_size would be rounded, but world_size is exact.
     if own:
         foreach_div_(own, world_size)
     for peer in sorted(ranks.peers):

@@ -1,9 +1,9 @@
-"""Tagged messages from one rank to another, and how many tensors travel in few of them.
+"""Sends tagged messages from one rank to another, and packs many tensors into few messages.
 
-Messages with one tag are matched in order. A message costs tens of microseconds whatever its size, a copy costs its
-bytes. So pieces below a limit are copied into a staging buffer of their owner before they are sent and out of it after
-they have arrived; pieces above it are sent and received in place. Packing depends only on the lengths, dtypes, devices
-and owners, so ranks that agree on the plan agree on the messages.
+Messages with one tag are matched in order. A message costs tens of microseconds whatever its size; the cost of a copy
+grows with its bytes. So pieces below a limit are copied into a staging buffer of their owner, sent, and copied out of
+it; larger pieces are sent and received in place. Packing depends only on the lengths, dtypes, devices and owners, so
+ranks that agree on the plan agree on the messages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A send or a receive under way. It may use its buffer until :meth:`wait` has returned.
+    """A send or a receive in flight. It may use its buffer until :meth:`wait` has returned.
 
     Attributes:
-        ranks: the group.
-        peer: group rank at the other end.
-        work: what torch returned.
-        buffer: the tensor that is sent or filled, which must live until then.
+        ranks: the process group.
+        peer: group rank of the other end.
+        work: the work that torch returned; None for torch's fake backend.
+        buffer: the tensor to send or to fill, which must live until :meth:`wait` has returned.
     """
 
     ranks: RankGroup
@@ -46,11 +46,11 @@ class Message:
     buffer: torch.Tensor
 
     def wait(self, operation: str, timeout: timedelta | None = None) -> None:
-        """Return when the buffer has been filled, or may be changed.
+        """Wait until the buffer is filled, or may be changed.
 
         Args:
-            operation: what the ranks are doing, for the message of an error.
-            timeout: after which it is given up, in place of the group's. gloo closes all connections of the group then.
+            operation: the operation of the ranks, for errors.
+            timeout: replaces the timeout of the group. When it passes, gloo closes all connections of the group.
 
         Raises:
             PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
@@ -67,11 +67,11 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
     """Send a tensor.
 
     Args:
-        ranks: the group; its backend matches messages by tag.
-        peer: group rank.
-        buffer: contiguous.
-        tag: of the message.
-        operation: what the ranks are doing, for the message of an error.
+        ranks: the process group; its backend matches messages by tag.
+        peer: group rank of the receiver.
+        buffer: a contiguous tensor.
+        tag: the tag of the message.
+        operation: the operation of the ranks, for errors.
 
     Raises:
         PeerLostError: if the peer is gone.
@@ -83,9 +83,9 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
 
 
 def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Receive a tensor, of the length that the peer sends; as :func:`send`.
+    """Receive a tensor, which has the length of the tensor sent. The arguments are as for :func:`send`.
 
-    gloo starts a send only once its receive is posted, so receives come first.
+    Post receives before sends: gloo starts a send only once its receive is posted.
 
     Raises:
         PeerLostError: if the peer is gone.
@@ -97,7 +97,7 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
 
 
 def send_text(ranks: RankGroup, peer: int, text: str, operation: str, traffic: Traffic, kind: str) -> None:
-    """Send a text to a rank that calls :func:`receive_text`, and count its bytes as of a kind."""
+    """Send a text to a rank that calls :func:`receive_text`, and count its bytes as traffic of ``kind``."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     send(ranks, peer, torch.tensor([data.numel()], device="cpu"), TAG_LENGTH, operation).wait(operation)
     send(ranks, peer, data, TAG_TEXT, operation).wait(operation)
@@ -114,7 +114,7 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
 
 
 def wait_for_collective(work: dist.Work | None, ranks: RankGroup, operation: str) -> None:
-    """Wait for one collective; turn the backend's error into a PeerLostError that says what to look at."""
+    """Wait for a collective. Raise PeerLostError in place of an error of the backend."""
     if work is None:
         return
     try:
@@ -131,18 +131,18 @@ PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""A large run of gradients travels in messages of this many bytes: one is added while the next are on their way."""
+"""A large run of gradients is sent in messages of this many bytes, so that one is added while the next arrive."""
 
 PACKED_BYTES = 2 * 1024 * 1024
-"""Small runs of gradients travel in messages of at most this many bytes: fewer, as they are copied anyway."""
+"""Small runs of gradients are copied into messages of at most this many bytes."""
 
 STAGING_LIMIT = 8 * 1024 * 1024
-"""A staging buffer holds at most this many bytes (one piece always fits, being smaller)."""
+"""A staging buffer holds at most this many bytes. One piece always fits, because pieces are smaller."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMessage:
-    """One message from an owner to all ranks: memory of pieces as bytes, or a staging buffer with a slot for each."""
+    """One message from an owner to all ranks: the memory of a piece, or a staging buffer with a slot for each piece."""
 
     owner: int
     data: torch.Tensor
@@ -155,16 +155,16 @@ class PackedMessage:
             torch.cat(self.pieces, out=self.data.view(self.pieces[0].dtype))
 
     def unpack(self) -> None:
-        """Copy the bytes that have arrived in the staging buffer to the pieces."""
+        """Copy the received bytes from the staging buffer to the pieces."""
         if self.slots:
             foreach_copy_(self.pieces, self.slots)
 
 
 def pack_pieces(pieces: Sequence[tuple[int, torch.Tensor]], pack_below: int = PACK_BELOW) -> tuple[PackedMessage, ...]:
-    """Lay out owners' 1-D contiguous tensors as messages, once for as many broadcasts as wanted.
+    """Lay out owners' 1-D contiguous tensors as messages, for any number of broadcasts.
 
-    Pieces of fewer bytes than ``pack_below``, which is equal on all ranks, are packed. Packed messages come first, to
-    be unpacked while the rest arrives. Empty pieces are left out.
+    Pieces of fewer bytes than ``pack_below``, which must be equal on all ranks, are packed. Packed messages come first,
+    so that they are unpacked while the rest arrives. Empty pieces are skipped.
     """
     small: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
     direct: list[PackedMessage] = []
@@ -182,7 +182,7 @@ def pack_pieces(pieces: Sequence[tuple[int, torch.Tensor]], pack_below: int = PA
 
 
 def _batches(items: Sequence[_T], sizes: Sequence[int], limit: int) -> list[list[_T]]:
-    """Cut a list into batches of at most so much in all; what is larger is a batch of its own."""
+    """Cut a list into batches of at most ``limit`` in total; a larger item is a batch of its own."""
     batches: list[list[_T]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):
@@ -200,7 +200,7 @@ def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
     if len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1 and all(
         piece.data_ptr() == address for piece, address in zip(pieces, expected, strict=True)
     ):
-        # They lie one after another already, as parameters do in a flat buffer.
+        # The pieces are adjacent in memory, as parameters are in a flat buffer.
         return PackedMessage(owner, first.as_strided((sum(sizes),), (1,)).view(torch.uint8))
     staging = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     return PackedMessage(owner, staging.view(torch.uint8), staging.split(sizes), tuple(pieces))
@@ -208,14 +208,14 @@ def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
 
 @dataclass(frozen=True)
 class BucketMessage:
-    """Gradients that travel together to one owner: ranges of elements of the bucket, and the bytes of all of them."""
+    """One message of gradients to an owner: its ranges of elements of the bucket, and their size in bytes."""
 
     ranges: tuple[tuple[int, int], ...]
     nbytes: int
 
 
 def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[BucketMessage]:
-    """Lay out the gradients of one owner, whose runs are in bucket order: large runs by chunks, small ones together."""
+    """Lay out the runs of one owner, in bucket order, as messages: large runs in chunks, small runs together."""
     cut = PACK_BELOW // itemsize
     small = [(run.start, run.stop) for run in runs if 0 < run.stop - run.start < cut]
     large = [(run.start, run.stop) for run in runs if run.stop - run.start >= cut]

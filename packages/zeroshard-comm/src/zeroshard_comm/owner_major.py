@@ -1,7 +1,7 @@
-"""The owner-major layout of a collective: a matrix with one row per rank, which holds what that rank owns.
+"""The owner-major layout of a collective: a matrix with one row per rank, which holds the elements that the rank owns.
 
 A reduce-scatter of such a matrix leaves each owner its own row, and an all-gather of the rows fills the matrix, so one
-call serves all owners. Rows have equal lengths: shorter ones are padded. Pure numbers, which all ranks derive alike.
+call serves all owners. Shorter rows are padded. All ranks compute the same layout, from plain numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zeroshard_core import Run
 
 PADDED_AT_MOST = 1.3
-"""Whole tensors travel with the parts of cut ones if the matrix has at most this many times their elements."""
+"""Whole tensors are put into the matrix too if it then has at most this many times the elements of its runs."""
 
 _UNIT = 64
 """Rows are a multiple of this many elements, so that each begins at an aligned address."""
@@ -22,14 +22,14 @@ _UNIT = 64
 class Block:
     """A rectangle of a chunk: the same columns of the rows of consecutive ranks.
 
-    In memory its rows lie at equal distances, as the parts of one tensor that is cut into equal ones.
+    In the bucket its rows lie at equal distances, as the parts of a tensor that is cut into equal parts do.
 
     Attributes:
-        run: the number of the first row's; the other rows have the next ones.
-        offset: of its first element in that run.
-        stride: elements in memory from one row to the next.
-        rows: the ranks.
-        columns: of the chunk.
+        run: index of the run in the first row; the next rows have the next runs.
+        offset: position of the first element in that run, in elements.
+        stride: distance from one row to the next in the bucket, in elements.
+        rows: the rows of the matrix, which are the ranks.
+        columns: the columns of the chunk.
     """
 
     run: int
@@ -41,24 +41,24 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some columns of the matrix, which travel together, and the blocks in them; the rest is padding."""
+    """Columns of the matrix that one collective sends, and the blocks in them; the rest is padding."""
 
     columns: range
     blocks: tuple[Block, ...]
 
     @property
     def width(self) -> int:
-        """How many columns."""
+        """Number of columns."""
         return len(self.columns)
 
 
 @dataclass(frozen=True)
 class OwnerMajor:
-    """Which runs lie in the matrix, and where.
+    """Says which runs lie in the matrix, and where.
 
     Attributes:
         world_size: number of rows.
-        runs: all runs.
+        runs: all runs, also those outside of the matrix.
         columns: the first column of each run in its owner's row; None for a run that is not in the matrix.
         width: number of columns; 0 if no run is in the matrix.
     """
@@ -70,7 +70,7 @@ class OwnerMajor:
 
     @classmethod
     def of(cls, runs: Sequence[Run], world_size: int) -> OwnerMajor:
-        """Put all parts into the matrix, in their order, and whole tensors too, if they fit in with little padding.
+        """Put all parts into the matrix, in order, and also whole tensors if that needs little padding.
 
         >>> OwnerMajor.of([Run(0, 0, 64, True), Run(1, 64, 128, True), Run(0, 128, 628, False)], 2).columns
         (0, 0, None)
@@ -88,15 +88,15 @@ class OwnerMajor:
 
     @property
     def outside(self) -> list[int]:
-        """The runs that are not in the matrix."""
+        """Indices of the runs that are not in the matrix."""
         return [index for index, column in enumerate(self.columns) if column is None]
 
     def chunks(self, most_elements: int, follows: Callable[[int], bool]) -> list[Chunk]:
-        """Cut the columns so that a chunk has at most so many elements in all rows, or one unit of columns.
+        """Cut the columns into chunks.
 
         Args:
-            most_elements: of a chunk.
-            follows: whether a run, by its number, begins in memory where the one before it ends.
+            most_elements: the most elements of a chunk, in all rows; a chunk has at least one unit of columns.
+            follows: returns True if the run of an index begins in memory where the one before it ends.
         """
         step = max(_UNIT, most_elements // self.world_size // _UNIT * _UNIT)
         cut: dict[int, list[Block]] = {first: [] for first in range(0, self.width, step)}
@@ -108,7 +108,7 @@ class OwnerMajor:
         return [Chunk(range(first, min(first + step, self.width)), tuple(blocks)) for first, blocks in cut.items()]
 
     def _blocks(self, follows: Callable[[int], bool]) -> Iterator[tuple[int, range, range]]:
-        """Yield the first run, the rows and the columns of blocks before columns are cut."""
+        """Yield the first run, the rows and the columns of each block of the uncut matrix."""
         before: tuple[int, range, range] | None = None
         for number, (run, column) in enumerate(zip(self.runs, self.columns, strict=True)):
             if column is None:
@@ -126,14 +126,14 @@ class OwnerMajor:
 
 
 def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
-    """Return how long the rows are for what each rank owns, in elements; or in bytes, but for the last unit of columns.
+    """Return the length of the rows, in the unit of the arguments: elements, or (rounded to a unit of columns) bytes.
 
     >>> row_length(cut=[400, 600], owned=[500, 600]), row_length(cut=[400, 600], owned=[500, 6000])
     (640, 640)
 
     Args:
-        cut: by rank, its parts of cut tensors.
-        owned: by rank, these and its whole tensors.
+        cut: the size of the parts of cut tensors, by rank.
+        owned: the size of these and of whole tensors, by rank.
     """
     return -(-max(owned if _takes_whole(cut, owned) else cut) // _UNIT) * _UNIT
 

@@ -1,6 +1,6 @@
-"""A process group as one of its ranks sees it, and the state that all users of this project on it share.
+"""Process groups: one rank's view of a group, and the state that all objects of this project on a group share.
 
-Rank arithmetic in one place: group ranks inside, global ranks only at torch's own door.
+This module does all rank arithmetic: the project uses group ranks, and only calls of torch get global ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _T = TypeVar("_T")
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
 ABORT = "ZEROSHARD_ABORT"
-"""Environment variable; ``0`` leaves the operations of a device's backend alone when a rank has been lost."""
+"""Environment variable. If it is ``0``, losing a rank does not abort operations of a device's backend."""
 
 _TAG_NOTHING = 0x5A530005
-"""Of messages that are never sent."""
+"""Tag of receives for which no message is ever sent."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class GroupContext:
     """State that all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
 
     Attributes:
-        connections: our own, once all ranks have agreed for the first time.
-        closed: why this rank has closed its connections in our own groups, if it has.
-        optimizers: how many were built on the group.
-        busy, doing: held by the thread that is in an agreement, and what it agrees on.
+        connections: zeroshard's own connections; None until all ranks have agreed once.
+        closed: why this rank closed zeroshard's own connections; empty if it did not.
+        optimizers: the number of optimizers that were built on the group.
+        busy, doing: the lock that a thread holds in an agreement, and the operation that it agrees on.
     """
 
     connections: Connections | None = None
@@ -55,33 +55,33 @@ class GroupContext:
     doing: str = ""
 
     def shared(self, kind: type[_T]) -> _T:
-        """Return the object of a class that all users of the process group share; it is made at its first use."""
+        """Return the object of a class that all users of the process group share. The first call makes it."""
         found: _T = self._shared.setdefault(kind, kind())
         return found
 
     def number_optimizer(self) -> int:
-        """Return the number of a further optimizer, from 1."""
+        """Count one more optimizer, and return its number, from 1."""
         self.optimizers += 1
         return self.optimizers
 
     def allocate_tags(self) -> int:
-        """Return an offset to tags that nothing else has been given on this group, in 65,535 calls.
+        """Return an offset to tags that is unique on this group, for 65,535 calls.
 
         Messages with one tag between two ranks match in order, so a user with its own order needs its own tags. All
-        tags of this project are ``0x5A530...``. All ranks allocate in the same order, and should compare what they were
-        given before they use it.
+        tags of this project are ``0x5A530...``. All ranks allocate in the same order, and should compare their offsets
+        before they use them.
         """
         self._tags = self._tags % (_TAG_OFFSETS - 1) + 1
         return self._tags << _TAG_SHIFT
 
     def close(self, error: BaseException) -> None:
-        """Close this rank's connections in our own groups, so that no rank waits for it there though it lives on.
+        """Close zeroshard's own connections of this rank, so that no rank waits for it there while it is alive.
 
-        Every exchange of ours on the process group then raises, on every rank. The user's group is unchanged. Call
-        :meth:`RankGroup.close`.
+        Every exchange of zeroshard on the process group then raises, on every rank. The user's group is unchanged. Use
+        :meth:`RankGroup.close`, which calls this.
 
         Args:
-            error: what has happened: another rank was lost, or this one was interrupted.
+            error: the reason: another rank was lost, or this one was interrupted.
         """
         if not self.closed:
             self.closed = str(error) or type(error).__name__
@@ -93,8 +93,7 @@ class GroupContext:
 
 
 _contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
-"""The one place where a context is found by its group, by all that come later: the group is all that they have in
-common, and must not get a second one while it lives."""
+"""The context of each process group. A group keeps its context as long as it lives."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class RankGroup:
         group: torch's process group.
         rank: this process's rank in the group (group rank).
         world_size: number of ranks in the group.
-        wait: how long operations may take, if it is not the timeout of the group.
+        wait: replaces the timeout of the group; None to use that.
     """
 
     group: dist.ProcessGroup
@@ -115,7 +114,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> RankGroup:
-        """Describe ``group``, or the default group.
+        """Return a description of ``group``; of the default group if it is None.
 
         Raises:
             RuntimeError: if torch.distributed is not initialised, or this process is not in the group.
@@ -126,28 +125,28 @@ class RankGroup:
                 "(a script started by torchrun needs only init_process_group('gloo') or ('nccl'))"
             )
         found = group if group is not None else dist.group.WORLD
-        # torch answers -1 for a process that is outside, and hands such a process a marker in place of the group.
+        # For a process outside of the group, torch returns rank -1, and a marker in place of the group.
         if found is None or not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
             raise RuntimeError(f"global rank {dist.get_rank()} is not a member of the process group it was given")
         return cls(found, dist.get_rank(found), dist.get_world_size(found))
 
     @cached_property
     def context(self) -> GroupContext:
-        """State that all users of this process group share, for as long as it lives."""
+        """The state that all users of this process group share as long as it lives."""
         return _contexts.setdefault(self.group, GroupContext())
 
     def private_group(self, backend: str, purpose: str) -> RankGroup:
-        """Return a group of the same ranks, with the same timeout, on which nothing else is issued.
+        """Return a group of the same ranks with the same timeout, for the caller's operations alone.
 
-        It is made once for each purpose, by a collective among only these ranks.
+        The first call for a purpose makes it. That is a collective among only these ranks.
 
         Args:
-            backend: of the new group, such as ``"nccl"``.
-            purpose: what it is for; groups for different purposes never meet.
+            backend: the backend of the new group, such as ``"nccl"``.
+            purpose: the use of the group; each purpose has a group of its own.
 
         Raises:
             PeerLostError: if not all ranks connect.
-            ValueError: if torch would need ranks outside of the group for it.
+            ValueError: if torch would need ranks outside of the group to make it.
         """
         made = self.context._private
         if (backend, purpose) not in made:
@@ -159,13 +158,13 @@ class RankGroup:
         return made[backend, purpose]
 
     def close(self, error: BaseException) -> None:
-        """Close this rank's connections in our own groups, see :meth:`GroupContext.close`.
+        """Close zeroshard's own connections of this rank, see :meth:`GroupContext.close`.
 
-        If a rank was lost, what this rank has issued on devices is aborted too, once, except by gloo: it waits for the
-        lost rank, and any read of a result in the user's code would wait for it, until the backend's own timeout.
+        If a rank was lost, this also aborts this rank's operations on backends other than gloo, once. They wait for the
+        lost rank, and user code that reads a result would wait for them, until the backend's own timeout.
 
         Args:
-            error: what has happened.
+            error: the reason.
         """
         if self.context.closed:
             return
@@ -177,11 +176,11 @@ class RankGroup:
                         backend.abort()
 
     def close_connections(self) -> None:
-        """Close this rank's connections of a gloo group, as if it had ended."""
+        """Close this rank's connections of a gloo group, as the end of the process would."""
         for peer in self.peers:
-            # torch has no call for that: abort() and shutdown() do nothing, and a group that is dropped stays open
-            # while any message on it is under way. But gloo closes all connections of a group when a wait ends by its
-            # timeout. Where they are closed already, this raises at once.
+            # torch has no call that closes them: abort() and shutdown() do nothing, and a dropped group stays open
+            # while a message on it is in flight. But gloo closes all connections of a group when a wait times out.
+            # If they are closed already, this raises at once.
             with suppress(RuntimeError):
                 room = torch.empty(1, dtype=torch.uint8, device="cpu")
                 work = dist.irecv(room, group=self.group, group_src=peer, tag=_TAG_NOTHING)
@@ -189,15 +188,15 @@ class RankGroup:
                     work.wait(timedelta(milliseconds=1))
 
     def subgroup(self, size: int) -> RankGroup:
-        """Cut the group into groups of ``size`` consecutive group ranks, and make the one that this rank is in.
+        """Cut the group into groups of ``size`` consecutive group ranks, and return the group of this rank.
 
-        A collective among only the ranks of that group. It has the same backends and timeout.
+        This is a collective among only the ranks of that group, which has the same backends and timeout.
 
         Args:
-            size: divides the number of ranks. If it is that number, this group itself is returned.
+            size: a divisor of the number of ranks. For the number itself, this returns the group unchanged.
 
         Raises:
-            ValueError: if torch would need ranks outside of the group for it.
+            ValueError: if torch would need ranks outside of the group to make it.
         """
         if size == self.world_size:
             return self
@@ -206,7 +205,7 @@ class RankGroup:
         return self._new_group(members, dist.get_backend_config(self.group), self.backend("cuda"))
 
     def _new_group(self, members: list[int], backend: str, for_cuda: str) -> RankGroup:
-        """Make a group of global ranks, all of which call this; raise where NCCL would split the default group."""
+        """Make a group of global ranks, all of which call this; raise if NCCL would split the default group."""
         default = dist.group.WORLD
         if for_cuda == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
             raise ValueError(
@@ -219,12 +218,12 @@ class RankGroup:
 
     @cached_property
     def timeout(self) -> timedelta | None:
-        """The timeout of the group's operations; None if its backends do not tell."""
+        """The timeout of the group's operations; None if its backends do not say."""
         return self.wait or timeout_of(self.group)
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks, starting after this one, so that not all ranks turn to the same peer first."""
+        """The other ranks, starting after this one, so that not all ranks send to the same peer first."""
         return tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
 
     @property
@@ -233,22 +232,22 @@ class RankGroup:
         return dist.get_global_rank(self.group, self.rank)
 
     def backend(self, device_type: str) -> str:
-        """Name the backend that serves tensors of a device type, e.g. ``"gloo"``; ``""`` if none does."""
+        """Return the name of the backend for tensors of a device type, e.g. ``"gloo"``; ``""`` if there is none."""
         by_device = dict(item.partition(":")[::2] for item in dist.get_backend_config(self.group).split(","))
         if device_type in by_device:
             return by_device[device_type]
-        # A group made for one backend by name returns only that name.
+        # The config of a group that was made for one backend is only the name of the backend.
         named = str(dist.get_backend(self.group))
         return named if named == "fake" or not by_device else ""
 
     def moves_data(self) -> bool:
-        """Tell whether collectives of this group really communicate; torch's ``fake`` backend does not."""
+        """Return True if collectives of this group communicate; torch's ``fake`` backend does not."""
         return "fake" not in dist.get_backend_config(self.group) and str(dist.get_backend(self.group)) != "fake"
 
     def coalesces(self, device: torch.device) -> bool:
-        """Tell whether several collectives of tensors on ``device`` can be issued as one group."""
+        """Return True if several collectives of tensors on ``device`` can be issued as one group."""
         return self.moves_data() and supports_coalescing(self.group, device)
 
     def sends_tagged(self, device: torch.device) -> bool:
-        """Tell whether tensors on ``device`` can be sent point to point with tags: gloo can, for CPU tensors."""
+        """Return True if tensors on ``device`` can be sent with tags: CPU tensors on gloo can."""
         return device.type == "cpu" and self.backend("cpu") == "gloo"

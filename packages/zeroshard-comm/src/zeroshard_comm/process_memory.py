@@ -1,7 +1,7 @@
-"""Reading the memory of another process of the same host, where the kernel allows it (Linux, ``process_vm_readv``).
+"""Reads the memory of another process of the same host, if the kernel allows it (Linux, ``process_vm_readv``).
 
-The kernel decides who may read whom, by the rules of ``ptrace``: the same user, and restrictions of containers and of
-the ``yama`` module. So ranks try it, see :mod:`zeroshard_comm.same_host`, instead of reading settings.
+The kernel decides which process may read which, by the rules of ``ptrace``: the same user, and restrictions of
+containers and of the ``yama`` module. So ranks try a read, see :mod:`zeroshard_comm.same_host`, and read no settings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 
 SWITCH = "ZEROSHARD_CROSS_MEMORY"
-"""Environment variable; ``0`` on any rank of a group keeps all of them from reading."""
+"""Environment variable. If it is ``0`` on any rank of a group, no rank reads another's memory."""
 
 _MOST_PARTS, _MOST_BYTES = 1024, 1 << 30
-"""In one call of the kernel, which copies at most 1,024 parts and 2 GiB."""
+"""Limits of one system call; the kernel copies at most 1,024 parts and 2 GiB."""
 
 
 class _IOVec(ctypes.Structure):
@@ -42,9 +42,9 @@ def _libc() -> ctypes.CDLL | None:
 
 
 class ProcessMemory:
-    """Places in the memory of another process that are copied here repeatedly, in as few calls as possible.
+    """Copies places in the memory of another process to this one, repeatedly and in as few system calls as possible.
 
-    The process has its number in this one's namespace, and a part an address here, one there, and a number of bytes.
+    ``process`` is its id in this process's namespace. A part is a local address, a remote address, and a size in bytes.
     """
 
     def __init__(self, process: int, parts: Sequence[tuple[int, int, int]]) -> None:
@@ -62,10 +62,10 @@ class ProcessMemory:
         self._calls = [(_vectors(batch, 0), _vectors(batch, 1), sum(part[2] for part in batch)) for batch in batches]
 
     def read(self) -> None:
-        """Copy everything; other threads run meanwhile.
+        """Copy all parts. Other threads may run meanwhile.
 
         Raises:
-            OSError: if that process is gone, has no such memory, or may not be read.
+            OSError: if the process is gone, has no such memory, or may not be read.
         """
         library = _libc()
         if library is None:
@@ -82,10 +82,10 @@ def _vectors(parts: Sequence[tuple[int, int, int]], side: int) -> ctypes.Array[_
 
 
 def machine() -> int:
-    """Return a number that is equal for two processes that may be able to read each other, and 0 if this one cannot.
+    """Return a number that is equal for processes that may be able to read each other; 0 if this process cannot.
 
-    Made of the boot of the machine and of the namespaces of processes and networks: processes with network namespaces
-    of their own count as separate machines.
+    The number is a checksum of the boot id of the machine and of the process and network namespaces, so processes in
+    different network namespaces count as separate machines.
     """
     if _libc() is None or os.environ.get(SWITCH, "") == "0":
         return 0

@@ -1,12 +1,12 @@
-"""The two moves between processes of one host: reads of the owners' or contributors' memory (``process_vm_readv``).
+"""Reducers and broadcasters for processes of one host, which read each other's memory (``process_vm_readv``).
 
-Over loopback a byte is copied into the kernel by one process and out of it by the other, by threads that must be woken.
-A read across processes is one copy, made by the rank that needs it. Ranks say where their memory lies, once per layout
-with parameters, once per buffer with gradients. Then a move is an agreement, and one call of the kernel per peer:
-*ready*, when all ranks have their values; and the reads. All ranks agree once more, at the end of a backward or a step,
-before any may write to or free its memory. All this belongs to the thread that calls a collective method, or in which a
-framework calls a communication hook. After an agreement that has failed a rank may go on, and what others read then may
-be anything; but they cannot agree that they are done, so that no rank takes it for good.
+Over loopback, one process copies a byte into the kernel and the other copies it out, in threads that must be woken. A
+read across processes is one copy, by the rank that needs the byte. Ranks exchange the addresses of their memory: of
+parameters once per layout, of gradients once per buffer. Then each exchange is one agreement, that all ranks have their
+values, and one system call per peer. All ranks agree once more at the end of a backward or a step, before any of them
+writes to or frees its memory. Only the thread that calls a collective method, or in which a framework calls a
+communication hook, uses this module. If an agreement fails, a rank may continue and change its memory, so others may
+read wrong values; but their closing agreement fails too, so no rank uses these values.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
 
 WORTH_READING = 512 * 1024
-"""Fewer bytes in all travel in messages: agreeing costs more than the copies."""
+"""Fewer bytes in total are sent by messages: agreeing would cost more than the copies."""
 
 _READ_BYTES = 512 * 1024
-"""Large gradients are read in parts of at most so many bytes, which a cache may hold until they are added."""
+"""Large gradients are read in parts of at most this many bytes, which a cache can hold until they are added."""
 
 _READY, _IN_BACKWARD = "step(), where all ranks have their new values", "backward(), where all ranks have gradients"
 
 
 @dataclass
 class PeerMemory:
-    """Whose memory this rank reads on one process group; see :meth:`zeroshard_comm.GroupContext.shared`.
+    """The peers whose memory this rank reads on one process group; see :meth:`zeroshard_comm.GroupContext.shared`.
 
     Attributes:
         is_known: whether the ranks have tried to read each other.
-        processes: the processes of peers whose memory this rank reads: all if every rank can read every other.
+        processes: process ids of all peers, by rank; empty unless every rank can read every other.
     """
 
     is_known: bool = False
@@ -52,7 +52,7 @@ class PeerMemory:
 
 
 def probe_peer_memory(coordinator: Coordinator) -> None:
-    """Find out whether all ranks, which have just agreed, can read each other's memory. Collective the first time."""
+    """Test whether all ranks, which have just agreed, can read each other's memory. Collective the first time."""
     ranks = coordinator.ranks
     found = ranks.context.shared(PeerMemory)
     if coordinator.is_single_rank or found.is_known or not ranks.sends_tagged(torch.device("cpu")):
@@ -61,7 +61,7 @@ def probe_peer_memory(coordinator: Coordinator) -> None:
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
     places = coordinator.gather_ints(mine, "connect()")
     reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
-    # Until all ranks have looked, the number must stay where it is.
+    # `secret` must live until all ranks have read it.
     reads = not coordinator.agree("connect()", flag=not reads)
     found.is_known, found.processes = True, {peer: places[peer][1] for peer in ranks.peers} if reads else {}
     del secret
@@ -77,7 +77,7 @@ def _reads(process: int, address: int, expected: int) -> bool:
 
 
 def all_read(ranks: RankGroup) -> bool:
-    """Whether every rank of a group can read from every other: what :func:`probe_peer_memory` has found."""
+    """Return True if :func:`probe_peer_memory` found that every rank of a group can read every other."""
     return bool(ranks.context.shared(PeerMemory).processes)
 
 
@@ -94,7 +94,7 @@ def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
 
 
 class SameHostBroadcaster(ParameterBroadcaster):
-    """Reads segments where their owners have them, on a group of which :func:`all_read` is true.
+    """Reads segments from their owners' memory, on a group for which :func:`all_read` is true.
 
     After :meth:`wait` all ranks must agree once more before an owner writes to its segments.
     """
@@ -106,7 +106,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self._is_sent = False
 
     def send(self) -> None:
-        """Agree that all owners have their values, and exchange addresses if some rank lacks them."""
+        """Agree that all owners have their values, and exchange addresses if a rank lacks them."""
         if self.coordinator.agree(_READY, flag=self._reads is None):
             processes = self.ranks.context.shared(PeerMemory).processes
             places = self.coordinator.gather_ints([0, *[segment.view.data_ptr() for segment in self._segments]], _READY)
@@ -117,7 +117,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self._is_sent = True
 
     def arrive(self) -> None:
-        """Read from every peer what it owns."""
+        """Read the segments of every peer."""
         if not self._is_sent:
             return
         self._is_sent, started = False, time.perf_counter()
@@ -127,7 +127,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self.ranks.peers), waited=waited)
 
     def _parts_of(self, peer: int, places: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Where a peer's segments lie here and there, and their bytes; as few as possible."""
+        """Return local address, remote address and bytes of a peer's segments, with adjacent segments joined."""
         parts: list[tuple[int, int, int]] = []
         for segment, there in zip(self._segments, places, strict=True):
             if segment.owner == peer:
@@ -139,15 +139,15 @@ class SameHostBroadcaster(ParameterBroadcaster):
 
 
 def scratch_memory() -> torch.Tensor:
-    """Return memory for what is read of gradients: the sum over the ranks before this one, and the next term."""
+    """Return memory for gradients that are read: one row for the sum over lower ranks, one for the next term."""
     return torch.empty((2, max(PACKED_BYTES, _READ_BYTES)), dtype=torch.uint8, device="cpu")
 
 
 class SameHostReducer(GradientReducer):
     """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
 
-    Nothing is done before :meth:`BucketReduceWork.finish`, which agrees.
-    Reducers that are used one after another share :func:`scratch_memory`.
+    :meth:`BucketReduceWork.finish` does all the work, and begins with an agreement. Reducers that are used one after
+    another share :func:`scratch_memory`.
     """
 
     def __init__(
@@ -164,11 +164,11 @@ class SameHostReducer(GradientReducer):
         self._reads: dict[int, list[ProcessMemory]] = {}
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
-        """Keep the bucket; nothing is sent yet."""
+        """Return the reduction of a bucket, which sends nothing yet."""
         return _Gathering(self, buffer)
 
     def exchange_addresses(self, buffer: torch.Tensor) -> None:
-        """Agree that all ranks have their gradients, and learn where the bucket lies there. Collective.
+        """Agree that all ranks have their gradients, and exchange the addresses of the bucket. Collective.
 
         Raises:
             DisagreementError: if ranks are in different calls.
@@ -185,7 +185,7 @@ class SameHostReducer(GradientReducer):
             }
 
     def add_up(self, buffer: torch.Tensor) -> None:
-        """Make the mean of what this rank owns."""
+        """Compute the mean of the ranges that this rank owns."""
         waited = 0.0
         for number, message in enumerate(self._messages):
             own = tuple([buffer[start:stop] for start, stop in message.ranges])

@@ -1,4 +1,4 @@
-"""Counts bytes sent and received, calls and waiting, per kind of transfer."""
+"""Counts bytes sent and received, calls and time spent waiting, per kind of transfer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Volume:
     seconds_waited: float = 0.0
 
     def __sub__(self, other: Volume) -> Volume:
-        """Return what was added since ``other`` was read."""
+        """Return the traffic since ``other`` was read."""
         return Volume(*map(sub, astuple(self), astuple(other)))
 
 
@@ -36,19 +36,19 @@ _adding = Lock()
 
 
 class Traffic:
-    """Running totals of one object's communication; exchanges and the control channel add to it.
+    """Counts the communication of one object. Exchanges and the control channel add to it.
 
     Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state)
     and ``"control"`` (agreements, and norms of gradients). Bytes are counted as the plan predicts them: an owner that
-    shares ``b`` bytes with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a
-    tree or a ring.
+    sends ``b`` bytes to ``n`` ranks, itself included, counts ``b * (n - 1)`` bytes, also if a backend forwards them
+    along a tree or a ring.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def add(self, kind: str, *, sent: int = 0, received: int = 0, calls: int = 0, waited: float = 0.0) -> None:
-        """Add to the totals of ``kind``; sizes in bytes, ``waited`` in seconds."""
+        """Add to the totals of ``kind``. ``sent`` and ``received`` are in bytes, ``waited`` is in seconds."""
         with _adding:
             counts = self._counts[kind]
             counts[0] += sent
@@ -73,5 +73,5 @@ class Traffic:
     def reset(self) -> None:
         """Set every total back to zero."""
         with _adding:
-            # As in a Volume, which takes long to make.
+            # The fields of a Volume, which takes long to construct.
             self._counts: dict[str, list[Any]] = {kind: [0, 0, 0, 0.0] for kind in KINDS}

@@ -1,7 +1,7 @@
-"""Chooses how data travels, by what the backend can do with tensors of a device.
+"""Chooses how data is sent, by the capabilities of the backend for tensors of a device.
 
-A transport makes the reducers and broadcasters of one optimizer's buckets; parameters that are in no bucket travel by a
-broadcaster of :func:`choose_broadcaster`.
+A transport makes the reducers and broadcasters of one optimizer's buckets. Parameters that are in no bucket are sent by
+a broadcaster from :func:`choose_broadcaster`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroshard_comm.same_host import (
 TAG_BUCKETS = 0x5A530032
 
 WORTH_OVERLAPPING = 16 * 1024 * 1024
-"""Fewer bytes in all are added up after the last bucket, and parameters sent together: overlap would cost more."""
+"""With fewer bytes in total, gradients are added after the last bucket, and parameters are sent together."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Transport:
     """Makes the reducers and broadcasters of one optimizer's buckets.
 
     Attributes:
-        reducer: makes the reducer that sends the gradients of a bucket to their owners, by its ranges of elements and
-            who owns them, in bucket order; and the bucket, 1-D, or any tensor of its dtype and device.
-        broadcaster: makes the broadcaster of some segments; it is asked only if ``shares_buckets``.
-        tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
-        uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
-        shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
+        reducer: makes the reducer of a bucket, from its ranges of elements with their owners, in bucket order, and the
+            1-D bucket, or any tensor of its dtype and device.
+        broadcaster: makes the broadcaster of segments; called only if ``shares_buckets``.
+        tags: offset of the tags of its messages, which must be the same on all ranks; 0 if it sends no messages.
+        uses_thread: whether another thread finishes reductions. If not, all ranks do everything in one order.
+        shares_buckets: whether each bucket's parameters are sent separately. If not, all are sent together.
     """
 
     reducer: Callable[[Sequence[Run], torch.Tensor], GradientReducer]
@@ -57,13 +57,13 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
     """Choose the fastest transport for buckets on a device. Collective.
 
     Args:
-        coordinator: the channel, and the group.
-        device: where parameters and buckets are.
-        nbytes: of all parameters.
+        coordinator: agrees on the process group.
+        device: the device of parameters and buckets.
+        nbytes: size of all parameters, in bytes.
 
     Raises:
         RuntimeError: if the group has no backend for the device.
-        ValueError: if a group of our own cannot be made.
+        ValueError: if a private group is needed and cannot be made.
     """
     ranks, traffic = coordinator.ranks, coordinator.traffic
     if _is_worth_reading(coordinator, device, nbytes):
@@ -97,9 +97,10 @@ def choose_broadcaster(
     """Choose the fastest broadcaster of tensors on ``device``, for the thread that calls a step. Collective.
 
     Args:
-        coordinator: the channel, and the group.
-        segments: the same on all ranks, as for :class:`~zeroshard_comm.ParameterBroadcaster`.
-        device: where they are. Peers may read the segments until the ranks agree once more.
+        coordinator: agrees on the process group.
+        segments: as for :class:`~zeroshard_comm.ParameterBroadcaster`. Peers may read them until the ranks agree once
+            more.
+        device: the device of the segments.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
@@ -110,7 +111,7 @@ def choose_broadcaster(
         return CollectiveBroadcaster(ranks, segments, coordinator.traffic)
     if _is_worth_reading(coordinator, device, sum(segment.nbytes for segment in segments)):
         return SameHostBroadcaster(coordinator, segments)
-    # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
+    # Not collectives: after one has failed, gloo delivers nothing, even between live ranks.
     return MessageBroadcaster(coordinator.channel, segments, coordinator.traffic)
 
 
@@ -124,18 +125,18 @@ def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: in
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
     """Return a group of the same ranks and backend on which collectives of ours keep their order. Collective.
 
-    That is the group itself if its backend runs collectives in the order of issue, as those that issue several as one
-    do: all of ours are issued by the thread that runs backward, or that steps. Two groups under way on one device
-    could wait for each other, would cost memory, and would not have the options of the first. Otherwise one is made,
-    once per process group. A single rank, or a backend that moves no data, needs none.
+    This is the group itself if its backend runs collectives in the order of issue, as backends that coalesce
+    collectives do: the thread that runs backward, or that steps, issues all of ours. A second group on one device could
+    wait for the first, would cost memory, and would not have the options of the first. With any other backend, a group
+    is made once per process group. A single rank, or a backend that moves no data, needs none.
 
     Args:
-        ranks: the group.
-        device: where the buffers are.
+        ranks: the process group.
+        device: the device of the buffers.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
-        ValueError: if such a group cannot be made.
+        ValueError: if a private group cannot be made.
     """
     check_backend(ranks, device)
     if ranks.moves_data() and ranks.world_size > 1 and not ranks.coalesces(device):

@@ -1,10 +1,10 @@
-"""One wire format for JSON and tensors between ranks: a text, then the bytes of each tensor, in bounded chunks.
+"""Sends JSON and tensors between ranks: a text, then the bytes of each tensor, in bounded chunks.
 
-Nothing is pickled. Everything travels over the control channel, on gloo and CPU memory. The sender describes its
+The format uses no pickle. All messages use the control channel, on gloo and CPU memory. The sender describes its
 tensors in JSON (the caller's description, and the size of each tensor in bytes) and sends that text. The receiver makes
-a buffer for each tensor. Then the bytes of the tensors follow in order, cut in chunks, and are received directly into
-the buffers. A sender copies nothing if its tensor is dense and in CPU memory; one of an accelerator passes through two
-pinned buffers of a chunk each.
+a buffer for each tensor. Then the sender sends the bytes of the tensors in order, cut into chunks, which the receiver
+receives directly into the buffers. Dense tensors in CPU memory are sent without a copy; tensors of an accelerator are
+copied through two pinned buffers of a chunk each.
 
 In :func:`gather` every rank sends. All ranks agree between the texts and the bytes, so if the target lacks memory,
 every rank raises instead of waiting for it.
@@ -31,22 +31,22 @@ from zeroshard_comm.messages import Message, receive, receive_text, send, send_t
 TAG_VALUES = 0x5A530022
 
 CHUNK_BYTES = 16 * 1024 * 1024
-"""Largest message, and the most that a sender copies at a time, in bytes."""
+"""Size of the largest message, and of the largest copy of a sender, in bytes."""
 
 _IN_FLIGHT = 4
 
 _NOTHING = "null"
-"""From a sender that has failed, and reports it in the agreement."""
+"""Sent in place of a manifest by a rank that failed. It reports its error in the agreement."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank sends.
+    """The description and the tensors that one rank sends.
 
     Attributes:
-        description: JSON-serialisable; tells the receiver what the tensors are.
+        description: a JSON-serialisable value that tells the receiver what the tensors are.
         tensors: strided tensors on any device, in the order of the description. Dense ones are sent as their bytes in
             storage order, others as the bytes of a contiguous copy.
     """
@@ -55,7 +55,7 @@ class Manifest:
     tensors: Sequence[torch.Tensor]
 
     def to_json(self) -> str:
-        """Write what is sent before the tensors: the description, and the sizes of the tensors."""
+        """Return the text that is sent before the tensors: the description, and the sizes of the tensors."""
         return json.dumps([self.description, [tensor.nbytes for tensor in self.tensors]])
 
 
@@ -66,13 +66,13 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
     """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
     Args:
-        coordinator: the channel of the group, which has another rank, on a backend that moves data.
+        coordinator: agrees on the process group, which has several ranks and a backend that moves data.
         peer: group rank of the receiver.
-        manifest: what to send.
-        operation: named in errors.
+        manifest: the description and the tensors to send.
+        operation: the operation of the ranks, for errors.
 
     Raises:
-        TypeError: if the description is not JSON-serialisable; nothing has been sent then.
+        TypeError: if the description is not JSON-serialisable. Nothing has been sent then.
         PeerLostError: if the receiver is gone.
     """
     text = manifest.to_json()
@@ -82,13 +82,13 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
 
 
 def receive_values(coordinator: Coordinator, source: int, place: Place, operation: str) -> None:
-    """Receive what :func:`send_values` sends.
+    """Receive the tensors that :func:`send_values` sends.
 
     Args:
         coordinator: as for :func:`send_values`.
         source: group rank of the sender.
         place: called with the sender and its description; returns the buffers, as for :func:`gather`.
-        operation: named in errors.
+        operation: the operation of the ranks, for errors.
 
     Raises:
         DisagreementError: if the buffers have other sizes than the tensors.
@@ -105,17 +105,17 @@ def gather(
     """Send the JSON and the tensors of all ranks to ``target``. Collective.
 
     Args:
-        coordinator: the channel of the group; its gloo group carries the data.
-        manifest: what this rank has.
-        target: group rank that receives; its own tensors are placed as well, by copying.
+        coordinator: agrees on the process group; the data is sent over its gloo group.
+        manifest: the description and the tensors of this rank.
+        target: group rank of the receiver. It copies its own tensors.
         place: called on the target once per rank, in rank order, with the rank and its description; returns one 1-D
-            contiguous CPU tensor per tensor of that rank, of the same number of bytes.
-        operation: named in errors.
+            contiguous CPU tensor per tensor of that rank, with the same number of bytes.
+        operation: the operation of the ranks, for errors.
 
     Raises:
-        RuntimeError: on the ``fake`` backend with more than one rank, which moves no data.
+        RuntimeError: with several ranks on the ``fake`` backend, which moves no data.
         PeerLostError: if a rank is gone.
-        Exception: if ``place`` raised on the target, or a manifest cannot be described: that error, on every rank.
+        Exception: the error of ``place`` on the target, or of describing a manifest, on every rank.
     """
     ranks = coordinator.ranks
     if coordinator.is_single_rank and ranks.world_size > 1:
@@ -145,7 +145,7 @@ def gather(
 
 
 def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
-    """Send a text of every rank, packed, to all ranks, and return the texts in rank order. Collective.
+    """Send a compressed text of every rank to all ranks, and return the texts in rank order. Collective.
 
     Raises:
         PeerLostError: if a rank is gone.
@@ -159,7 +159,7 @@ def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list
 
 
 def _from_each(coordinator: Coordinator, take: Callable[[int], _T]) -> dict[int, _T]:
-    """What is received from each peer; if one is lost, from the others too, since they wait until they have sent."""
+    """Return what ``take`` receives from each peer. If a peer is lost, raise only after receiving from the others."""
     taken: dict[int, _T] = {}
     lost: list[PeerLostError] = []
     for peer in sorted(coordinator.ranks.peers):
@@ -199,7 +199,7 @@ def _receive_tensors(coordinator: Coordinator, source: int, buffers: Sequence[to
 
 
 def _wait_for_each(messages: Iterator[Message], most: int, operation: str) -> float:
-    """Issue messages, at most so many at a time, and wait for them; return how many seconds that took."""
+    """Issue messages, at most ``most`` at a time, and wait for them; return the seconds that this took."""
     started, under_way = time.perf_counter(), deque[Message]()
     for message in messages:
         under_way.append(message)
@@ -211,7 +211,7 @@ def _wait_for_each(messages: Iterator[Message], most: int, operation: str) -> fl
 
 
 class _OnHost:
-    """Copies chunks to CPU memory: from an accelerator through two pinned buffers in turn, made when first needed."""
+    """Copies chunks of an accelerator to CPU memory, to two pinned buffers in turn, which it allocates when needed."""
 
     def __init__(self) -> None:
         self._pinned: list[torch.Tensor] = []
@@ -227,7 +227,7 @@ class _OnHost:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in storage order, without a copy where it has no gaps."""
+    """Return the bytes of a tensor in storage order, without a copy if it is dense."""
     values = tensor.detach().resolve_conj().resolve_neg()
     return (storage_view(values) if is_dense(values) else values.contiguous().view(-1)).view(torch.uint8)
 
