@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch._C import _distributed_c10d
@@ -20,8 +19,9 @@ _DDP = "torch.nn.parallel.DistributedDataParallel"
 _REDUCER = "torch.distributed.Reducer"
 USED: Mapping[str, str] = {
     "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward, in order with DDP's",
+    "torch._C._current_graph_task_id": "whether DDP calls a hook in a backward, or for torch's Join",
     "torch._C._will_engine_execute_node": "whether a backward adds to .grad, or torch.autograd.grad() only reads",
-    f"{_DDP}._comm_hooks": "the hooks in Python with their states: which optimizers a model hands gradients to",
+    f"{_DDP}._comm_hooks": "whether there is a hook in Python",
     f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which is not in that list",
     f"{_DDP}._has_rebuilt_buckets": "whether the next forward rebuilds buckets, which exchanges the tensors in .grad",
     f"{_DDP}._check_and_sync_module_buffers": "a part of a forward that a rank without data must take part in",
@@ -46,10 +46,14 @@ buckets_of_zeros = _distributed_c10d.Reducer._get_zeros_like_grad_buckets
 run_comm_hook = _distributed_c10d.Reducer._run_comm_hook
 push_all_rebuilt_params = _distributed_c10d.Reducer._push_all_rebuilt_params
 local_used_map = _distributed_c10d.Reducer._get_local_used_map
-comm_hooks: Callable[[DistributedDataParallel], Sequence[tuple[Callable[..., Any], object]]] = attrgetter("_comm_hooks")
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
 disable_dynamo: Callable[[Callable[..., None]], Callable[..., None]] = vars(torch)["_disable_dynamo"]
 JoinConfig = _JoinConfig
+
+
+def in_autograd() -> bool:
+    """Whether autograd makes a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

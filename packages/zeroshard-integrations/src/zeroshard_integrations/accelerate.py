@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.ddp import ONE_OPTIMIZER, register_reduce_to_owner
 
 __all__ = ["ZeroRedundancyOptimizer", "ZeroShardPlugin"]
 
@@ -83,6 +83,7 @@ class ZeroShardPlugin:
             What ``accelerator.prepare()`` returned.
 
         Raises:
+            TypeError: if a model has several sharded optimizers.
             ValueError: if a sharded optimizer comes without its model, or lacks a parameter of it.
         """
         optimizers = [each for each in objects if isinstance(each, ZeroRedundancyOptimizer)]
@@ -114,11 +115,19 @@ class ZeroShardPlugin:
 def reduce_to_owners(
     model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool | Sequence[float] = True
 ) -> None:
-    """Register the hook on a model, if Accelerate has wrapped it, for those optimizers that have its parameters."""
+    """Register the hook on a model, if Accelerate has wrapped it, for the optimizer that has its parameters.
+
+    Raises:
+        TypeError: if there are several.
+    """
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.
     for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:
-        register_reduce_to_owner(ddp, owners, norms=norms)
+        if len(owners) > 1:
+            raise TypeError(
+                f"ZeroShardPlugin trains a model with one optimizer, but got {len(owners)}: {ONE_OPTIMIZER}"
+            )
+        register_reduce_to_owner(ddp, owners[0], norms=norms)
 
 
 def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mapping[str, Any]]:

@@ -15,12 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future, collect_all
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import Bucket, GradExchange, StepMode, ZeroRedundancyOptimizer
-from zeroshard.join import JoinState
 
-from zeroshard_integrations._torch_private import comm_hooks, disable_dynamo, has_rebuilt_buckets, queue_callback
+from zeroshard_integrations._torch_private import (
+    disable_dynamo,
+    has_rebuilt_buckets,
+    in_autograd,
+    join_config,
+    queue_callback,
+)
 
 __all__ = [
     "hook_with_zero_step",
@@ -30,6 +35,7 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+ONE_OPTIMIZER = "give one optimizer a class per param group, or leave the hook out, or wrap a model for each"
 
 
 def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -75,32 +81,26 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    optimizers = _optimizers_in(state)
-    _check_sharded(optimizers)
-    return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in optimizers], bucket)
+    _check_sharded(state)
+    return _receive(state.follow_backward(StepMode.IN_STEP), bucket)
 
 
-class _Several(tuple[ZeroRedundancyOptimizer, ...]):
-    """The state of a hook that serves several optimizers: each takes every bucket, with its own parameters alone."""
-
-
-def _optimizers_in(state: Any) -> tuple[Any, ...]:  # noqa: ANN401 - of any hook
-    return state if isinstance(state, _Several) else (state,)
-
-
-def _check_sharded(optimizers: Sequence[Any]) -> None:
-    """Check that each is a sharded optimizer, or a wrapper that forwards to one."""
-    for each in optimizers:
-        if not hasattr(each, "follow_backward"):
-            raise TypeError(
-                f"reduce_to_owner_hook takes a zeroshard.ZeroRedundancyOptimizer, and register_reduce_to_owner one or "
-                f"a sequence of them, and not a {type(each).__name__}"
-            )
+def _check_sharded(optimizer: object) -> None:
+    """Check that it is one sharded optimizer, or a wrapper that forwards to one."""
+    if isinstance(optimizer, Sequence):
+        raise TypeError(
+            f"a communication hook of zeroshard takes one optimizer of a model, but got {len(optimizer)} in a "
+            f"{type(optimizer).__name__}: {ONE_OPTIMIZER}"
+        )
+    if not hasattr(optimizer, "follow_backward"):
+        raise TypeError(
+            f"reduce_to_owner_hook takes a zeroshard.ZeroRedundancyOptimizer, and not a {type(optimizer).__name__}"
+        )
 
 
 def register_reduce_to_owner(
     ddp: DistributedDataParallel,
-    optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+    optimizer: ZeroRedundancyOptimizer,
     *,
     norms: bool | Sequence[float] = True,
 ) -> None:
@@ -108,8 +108,7 @@ def register_reduce_to_owner(
 
     Args:
         ddp: the model.
-        optimizer: has all parameters that DDP reduces, and the same ranks. Several optimizers have them together, each
-            its own: in the same order on every rank. They may step at different times, but not inside Join.
+        optimizer: has all parameters that DDP reduces, and the same ranks.
         norms: which norms of all gradients every rank learns at the end of each backward: True for norms of order 2,
             ``(2, math.inf)`` for the largest magnitudes too. With False torch's ``clip_grad_norm_`` and ``GradScaler``
             are refused; the optimizer's own ``clip_grad_norm_``, which takes every order, is not. A ``GradScaler``
@@ -117,16 +116,15 @@ def register_reduce_to_owner(
             dtype (above 1.8e19 in float32), though all values are finite.
 
     Raises:
-        TypeError: if it is no sharded optimizer.
-        ValueError: if no optimizer has a parameter, or two have, if one has other ranks, or was built with
-            ``overlap_with_ddp=True``, if DDP has ``mixed_precision``, or if ``norms`` is anything else.
+        TypeError: if it is no sharded optimizer, or a list of several.
+        ValueError: if the optimizer lacks a parameter, has other ranks, was built with ``overlap_with_ddp=True``, or is
+            in a Join block, if DDP has ``mixed_precision``, or if ``norms`` is anything else.
     """
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    _check_sharded(optimizers)
-    names = _check_model(ddp, optimizers)
-    exchanges = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
-    ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
-    _register_model(ddp, exchanges)
+    _check_sharded(optimizer)
+    names = _check_model(ddp, optimizer)
+    exchange = optimizer.follow_backward(StepMode.IN_STEP, names, norms=norms)
+    ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+    _register_model(ddp, exchange)
 
 
 def hook_with_zero_step(
@@ -184,58 +182,66 @@ def hook_with_zero_step_interleaved(
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
-def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[JoinState]:
-    """Return the join states of the optimizers to which the communication hooks of a model hand its gradients."""
-    states = [getattr(each, "join_state", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
-    states += [hook.join_state() for hook, _ in comm_hooks(ddp) if hasattr(hook, "join_state")]
-    return [found for found in states if isinstance(found, JoinState)]
-
-
 def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
-    exchange = zero.follow_backward(mode, _check_model(ddp, [zero]))
-    _register_model(ddp, [exchange])
-    # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
+    exchange = zero.follow_backward(mode, _check_model(ddp, zero))
+    _register_model(ddp, exchange)
+    # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++. This is of the
+    # optimizer, and not of a wrapper that may be gone.
     join_state, group = weakref.ref(zero.join_state), zero.process_group
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
         if join_state() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
         if hook is not allreduce_hook:
-            return _receive([exchange], bucket, lambda: hook(state, bucket))
+            return _receive(exchange, bucket, lambda: hook(state, bucket))
         if isinstance(state, dist.ProcessGroup):
             _check_same_ranks(state, group, "allreduce_hook was registered with a group of the ranks")
-        return _receive([exchange], bucket)
+        return _receive(exchange, bucket)
 
-    vars(step_in_backward)["join_state"] = join_state
     return step_in_backward
 
 
-def _register_model(ddp: DistributedDataParallel, exchanges: Sequence[GradExchange]) -> None:
-    """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
-    for exchange in exchanges:
-        exchange.join.models.add(ddp)
-        exchange.uses_all = not (ddp.find_unused_parameters or ddp.static_graph)
-    _set_in_forward(exchanges, None)
+def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> None:
+    """Let an optimizer know its model, and when that may rebuild its buckets, which copies gradients: in forwards."""
+    exchange.uses_all = not (ddp.find_unused_parameters or ddp.static_graph)
+    exchange.set_in_forward(may_rebuild=False)
     # Functions: a copy of the model would copy the arguments of a partial.
-    ddp.register_forward_pre_hook(lambda module, _: _set_in_forward(exchanges, module))
-    ddp.register_forward_hook(lambda *_: _set_in_forward(exchanges, None), always_call=True)
+    ddp.register_forward_pre_hook(lambda module, _: _begin_forward(exchange, module))
+    ddp.register_forward_hook(lambda module, *_: _end_forward(exchange, module), always_call=True)
 
 
 @disable_dynamo
-def _set_in_forward(exchanges: Sequence[GradExchange], ddp: DistributedDataParallel | None) -> None:
-    """Tell optimizers which model is in a forward, or that none is."""
-    for exchange in exchanges:
-        exchange.set_in_forward(may_rebuild=ddp is not None and not has_rebuilt_buckets(ddp))
+def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
+    exchange.set_in_forward(may_rebuild=not has_rebuilt_buckets(ddp))
+
+
+@disable_dynamo
+def _end_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
+    exchange.set_in_forward(may_rebuild=False)
+    config = join_config(ddp)
+    # Not before the forward: a rank without data waits for that, and for the backward if it reduces.
+    if config is not None and config.enable and ddp.require_backward_grad_sync:
+        raise _join_refusal()
+
+
+def _join_refusal() -> RuntimeError:
+    return RuntimeError(
+        "the model is in torch's Join and has a communication hook of zeroshard, which ranks without data cannot "
+        "follow. With uneven data leave the hook out, and use zeroshard_integrations.join.Join([ddp, optimizer])"
+    )
 
 
 def _receive(
-    exchanges: Sequence[GradExchange], bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
+    exchange: GradExchange, bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
 ) -> Future[torch.Tensor]:
     if not isinstance(bucket, GradBucket):
         raise TypeError(
             "with torch._dynamo.config.optimize_ddp = 'python_reducer', DistributedDataParallel hands no buckets to "
             "communication hooks: use another value, such as 'ddp_optimizer'"
         )
+    if not in_autograd():
+        # torch's Join calls the hook on a rank that has run out of data.
+        raise _join_refusal()
     params = bucket.parameters()
     # Before another hook reduces it: compressing hooks replace the buffer.
     found = Bucket(
@@ -247,36 +253,12 @@ def _receive(
         present=tuple([param.grad is not None for param in params]),
         announced=bucket.index(),
     )
-    parts = [found]
-    if len(exchanges) > 1:
-        # A parameter that no optimizer has goes to the first one, which raises an error for it on every rank.
-        owner_of = [next((each for each in exchanges if each.has(param)), exchanges[0]) for param in params]
-        parts = [found.only([owner is each for owner in owner_of]) for each in exchanges]
-    done = []
-    for exchange, part in zip(exchanges, parts, strict=True):
-        done.append(exchange.begin(part, reduce))
-        if exchange.is_own and found.is_last:
-            _after_ddp(exchange.end)
-        elif exchange.is_own and found.index == 0:
-            _after_ddp(exchange.end_of_autograd)
-    if found.is_last and not exchanges[0].is_own and exchanges[0].join.context is None:
-        # This rank is in torch's Join of the model alone. The others have data, and raise in step().
-        for each in exchanges:
-            each.end()
-        raise exchanges[0].join.left_out()
-    if len(done) == 1:
-        return done[0]
-    # The future of collect_all() knows no devices.
-    devices: list[int | str | torch.device] = [] if found.buffer.device.type == "cpu" else [found.buffer.device]
-    of_all: Future[torch.Tensor] = Future(devices=devices)
-
-    def finish(_: object) -> None:
-        for each in done:
-            each.wait()
-        of_all.set_result(found.buffer)
-
-    collect_all(done).then(finish)
-    return of_all
+    done = exchange.begin(found, reduce)
+    if found.is_last:
+        _after_ddp(exchange.end)
+    elif found.index == 0:
+        _after_ddp(exchange.end_of_autograd)
+    return done
 
 
 def _after_ddp(call: Callable[[], None]) -> None:
@@ -294,29 +276,22 @@ def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, w
         )
 
 
-def _check_model(
-    ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]
-) -> dict[torch.Tensor, str]:
-    """Check that optimizers can take the buckets of a model, and return the names of its parameters."""
+def _check_model(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> dict[torch.Tensor, str]:
+    """Check that an optimizer can take the buckets of a model, and return the names of its parameters."""
     if ddp.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
             "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
             "hook of zeroshard"
         )
-    known: set[torch.Tensor] = set()
+    _check_same_ranks(ddp.process_group, optimizer.process_group, "DistributedDataParallel works on the ranks")
+    own = {param for group in optimizer.param_groups for param in group["params"]}
     names = {param: name for name, param in ddp.module.named_parameters()}
-    for optimizer in optimizers:
-        _check_same_ranks(ddp.process_group, optimizer.process_group, "DistributedDataParallel works on the ranks")
-        own = {param for group in optimizer.param_groups for param in group["params"]}
-        for param in known & own:
-            raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
-        known |= own
     for param, name in names.items():
-        if param.requires_grad and param not in known and name not in ddp.parameters_to_ignore:
+        if param.requires_grad and param not in own and name not in ddp.parameters_to_ignore:
             raise ValueError(
                 f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
-                f"hook of zeroshard, the optimizers given to register_reduce_to_owner must have all parameters. Give "
-                f"them all, or freeze those that are not to be trained before DistributedDataParallel is built"
+                f"hook of zeroshard, it must have all parameters. Give it all, or freeze those that are not to be "
+                f"trained before DistributedDataParallel is built"
             )
     return names

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 from zeroshard_core import Cost, repartition, state_bytes
 
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.ddp import ONE_OPTIMIZER, register_reduce_to_owner
 
 __all__ = ["NAME", "FabricZeroShardStrategy", "ZeroRedundancyOptimizer", "ZeroShardStrategy"]
 
@@ -34,8 +34,8 @@ NAME = "ddp_zeroshard"
 class ZeroShardStrategy(DDPStrategy):
     """DistributedDataParallel for Lightning's Trainer, with gradients sent only to their owners.
 
-    ``configure_optimizers()`` returns a :class:`zeroshard.ZeroRedundancyOptimizer` of all parameters that are trained,
-    or several, each of its own. The size of their state is logged where the model summary is.
+    ``configure_optimizers()`` returns a :class:`zeroshard.ZeroRedundancyOptimizer` of all parameters that are trained.
+    The size of its state is logged where the model summary is.
 
     Args:
         norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`; ``(2, math.inf)`` for
@@ -43,7 +43,8 @@ class ZeroShardStrategy(DDPStrategy):
         **options: of Lightning's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
 
     Raises:
-        TypeError: when ``fit()`` begins, on every rank, if ``configure_optimizers()`` returns another optimizer.
+        TypeError: when ``fit()`` begins, on every rank, if ``configure_optimizers()`` returns another optimizer, or
+            several.
         ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model.
     """
 
@@ -77,7 +78,7 @@ class ZeroShardStrategy(DDPStrategy):
 class FabricZeroShardStrategy(FabricDDPStrategy):
     """DistributedDataParallel for Fabric, with gradients sent only to their owners.
 
-    ``fabric.setup(model, optimizer)`` receives the model and its optimizers together.
+    ``fabric.setup(model, optimizer)`` receives the model and its optimizer together.
 
     Args:
         norms: as for :class:`ZeroShardStrategy`; ``(2, math.inf)`` for ``fabric.clip_gradients(..., norm_type="inf")``.
@@ -97,8 +98,8 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
         """Wrap the model and register the hook.
 
         Raises:
-            TypeError: on every rank, if an optimizer is not a sharded one.
-            ValueError: if the optimizers lack a parameter, or have other ranks than the model.
+            TypeError: on every rank, if there are several optimizers, or one that is not sharded.
+            ValueError: if the optimizer lacks a parameter, or has other ranks than the model.
         """
         ddp = self.setup_module(module)
         _register_hook(self, ddp, optimizers, "setup() received")
@@ -155,7 +156,12 @@ def _register_hook(strategy: Any, ddp: DistributedDataParallel, optimizers: Sequ
                 f"rank {strategy.global_rank}: strategy={NAME!r} trains with zeroshard.ZeroRedundancyOptimizer, but "
                 f"{source} {name}: build ZeroRedundancyOptimizer(params, {name}, ...) instead, or use strategy='ddp'"
             )
-    register_reduce_to_owner(ddp, optimizers, norms=strategy._norms)
+    if len(optimizers) != 1:
+        raise TypeError(
+            f"rank {strategy.global_rank}: strategy={NAME!r} trains a model with one optimizer, but {source} "
+            f"{len(optimizers)}: {ONE_OPTIMIZER}. strategy='ddp' has no hook"
+        )
+    register_reduce_to_owner(ddp, optimizers[0], norms=strategy._norms)
 
 
 def _check_saved(strategy: Any, checkpoint: object) -> None:  # noqa: ANN401 - of either kind

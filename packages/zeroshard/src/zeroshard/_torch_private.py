@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard_comm._torch_private import check_names
@@ -38,7 +37,6 @@ USED: Mapping[str, str] = {
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the random numbers that an optimizer draws",
-    "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
 }
 
 check_names("zeroshard", USED, TESTED_WITH)
@@ -64,7 +62,6 @@ amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
 ATEN_SHALLOW_COPY = torch.ops.aten._has_compatible_shallow_copy_type.default
 ATEN_PIN_MEMORY = torch.ops.aten._pin_memory.default
-join_config: Callable[[Joinable], Any] = attrgetter("_join_config")
 DispatchMode = TorchDispatchMode
 
 

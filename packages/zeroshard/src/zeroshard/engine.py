@@ -159,7 +159,7 @@ class Engine:
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
         self.check_broken()
-        if self.join.context is not None or self.join.models:
+        if self.join.context is not None:
             self.join.announce(call, **arguments)
 
     # ------------------------------------------------------------------ the layout
@@ -283,7 +283,7 @@ class Engine:
         if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
             return self.init_state()
         if early is not None:
-            # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
+            # Nothing is sent here, and errors are raised only on this rank.
             if closure is not None or arguments:
                 raise ValueError(
                     "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
@@ -296,17 +296,14 @@ class Engine:
             error = TypeError(
                 f"step() takes no keyword arguments with several optimizer classes, but got {', '.join(arguments)}"
             )
+        self._announce(Call.STEP if closure is None else Call.REFUSED, **arguments)
         if closure is not None:
-            if exchange is None:
-                self._announce(Call.REFUSED)
             try:
                 with self, torch.enable_grad():
                     loss = closure()
                 inner = {**arguments, "closure": lambda: loss}
             except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
                 error = raised
-        if closure is None or exchange is not None:
-            self._announce(Call.STEP, **arguments)
         return self.apply_step(inner, error)
 
     def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
@@ -325,13 +322,6 @@ class Engine:
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
-        asked = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        self._announce(Call.CLIP, **asked)
-        return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Like :meth:`clip_grad_norm_`, for gradients of which each rank has a part."""
-        assert self.exchange is not None
         with self:
             return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

@@ -6,25 +6,20 @@ first rank that has data sends such ranks the values that the call needs, and th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 from zeroshard_comm import Coordinator, DisagreementError, PeerLostError, agreed
 
-from zeroshard._torch_private import join_config
-from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.state.serialization import receive_value, send_value, write_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
-    from zeroshard.grads.exchange import GradExchange
 
 __all__ = ["Call", "JoinCall", "JoinRound", "JoinState", "exchange_calls", "fail", "receive_value", "send_value"]
 
@@ -35,23 +30,18 @@ class Call(IntEnum):
     JOINED = 0
     """It has run out of data, and takes part in what the others do."""
     STEP = 1
-    CLIP = 2
-    CONSOLIDATE = 3
-    BACKWARD = 4
-    """The begin of a backward that reduces; announced for its model, and by an optimizer that steps during it."""
-    END = 5
-    """The end of a backward with a hook; a rank without data then ends its part of it."""
-    FORWARD = 6
-    """A forward whose backward reduces."""
-    FORWARD_UNDER_NO_SYNC = 7
-    FORWARD_WITHOUT_GRADIENTS = 8
-    NOTIFY = 9
-    """A call of another joinable."""
-    REFUSED = 10
+    CONSOLIDATE = 2
+    FORWARD = 3
+    FORWARD_WITHOUT_GRADIENTS = 4
+    BACKWARD = 5
+    """The begin of a backward that reduces."""
+    NOTIFY = 6
+    """A call of a joinable that is neither a model in DistributedDataParallel nor a sharded optimizer."""
+    REFUSED = 7
     """A call that a rank without data cannot take part in, such as loading a state."""
-    FAILED = 11
+    FAILED = 8
     """It leaves the context with an error."""
-    UNABLE = 12
+    UNABLE = 9
     """It has run out of data, and cannot take part if others have not."""
 
 
@@ -61,16 +51,15 @@ class JoinCall:
 
     Attributes:
         call: what it is about to do.
-        place: 1-based index of the caller: joinable or optimizer; 0 for any.
+        place: the 1-based index of the joinable, if the call is NOTIFY; else 0.
     """
 
     call: Call
     place: int = 0
 
     def __str__(self) -> str:
-        """Return text such as ``"forward under no_sync of joinable 1"``."""
-        words = self.call.name.lower().replace("_", " ").replace("no sync", "no_sync")
-        return f"{words} of joinable {self.place}"
+        """Return text such as ``"forward without gradients"`` or ``"call of joinable 1"``."""
+        return f"call of joinable {self.place}" if self.place else self.call.name.lower().replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -116,8 +105,8 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
         if answers[rank] != made:
             raise DisagreementError(
                 f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answers[rank]}: ranks "
-                f"that still have data must make the same calls in the same order, and decide about no_sync() and "
-                f"step() by batch index"
+                f"that still have data must make the same calls in the same order, and decide about step() by batch "
+                f"index"
             )
     return JoinRound(made, running, joined)
 
@@ -132,44 +121,32 @@ class JoinState:
     """Announces the calls of one optimizer, and sends ranks without data the values that they need.
 
     Attributes:
-        context: announces a call in the Join context that the optimizer is in; None outside. Contexts change these.
-        counted: the number of ranks over which a hook of zeroshard averages gradients; None for all.
-        models: those that a communication hook was registered with.
+        context: announces a call in the Join context that the optimizer is in; None outside. Contexts change it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.models: weakref.WeakSet[Joinable] = weakref.WeakSet()
-        self.leave()
-
-    def leave(self) -> None:
-        """Leave a context."""
-        self.context: Callable[[Call], JoinRound | None] | None = None
-        self.counted: int | None = None
+        self.context: Callable[[Call], JoinRound] | None = None
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside.
-
-        Raises:
-            RuntimeError: if a model is in a Join context, and the optimizer is not.
-        """
-        if self.context is None and any(join_config(model).enable for model in self.models):
-            raise self.left_out()
+        """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside."""
         if self.context is None or self._engine.coordinator.is_single_rank:
             return
         join_round = self.context(call)
-        if join_round is not None and join_round.joined and join_round.running and call is not Call.END:
-            self.exchange_args(join_round, arguments)
+        if join_round.joined and join_round.running:
+            self._exchange_values(join_round, arguments)
 
-    @staticmethod
-    def left_out() -> RuntimeError:
-        """Return the error for a model that is in a Join context without its optimizer."""
-        return RuntimeError(
-            "the model is in a Join block, and the optimizer of its communication hook is not, so ranks without data "
-            "take no part in step(): use zeroshard_integrations.join.Join([ddp, optimizer])"
-        )
+    def take_part(self, join_round: JoinRound) -> None:
+        """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""
+        engine, arguments = self._engine, self._exchange_values(join_round, {})
+        if join_round.made.call is Call.CONSOLIDATE:
+            engine.apply_consolidation(**arguments)
+            return
+        engine.apply_step(arguments)
+        for param in engine.params:
+            param.grad = None
 
-    def exchange_args(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _exchange_values(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send ranks without data what a call needs, or receive and set it there; return its arguments. Collective."""
         coordinator, source, call = self._engine.coordinator, join_round.running[0], join_round.made.call
         rank, written = coordinator.ranks.rank, dict[int, Any]()
@@ -179,17 +156,21 @@ class JoinState:
                 raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
             if rank == source:
                 common = self._describe(call, arguments)
-                written = {peer: {**common, **self._tensors_for(peer, call)} for peer in join_round.joined}
+                tensors = {peer: self._tensors_of(peer) if call is Call.STEP else {} for peer in join_round.joined}
+                written = {peer: {**common, "tensors": found} for peer, found in tensors.items()}
         with agreed(coordinator, "a method inside Join"):
             for peer, values in written.items():
                 send_value(coordinator, peer, values)
             if rank in join_round.joined:
-                given = receive_value(coordinator, source)
-                arguments = given["arguments"]
-                self._take(call, given)
+                received = receive_value(coordinator, source)
+                self._set_hyperparameters(received)
+                if call is Call.STEP:
+                    self._set_tensors(received["tensors"])
+                arguments = received["arguments"]
         return arguments
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what all ranks without data need for a call; raise a StateMapError if it cannot be sent."""
         groups = [hyperparameters_of(group) for group in self._engine.groups]
         self._engine.hyperparameters.update(self._engine.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
@@ -199,83 +180,38 @@ class JoinState:
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
         return {"groups": groups, "agreed": dict(self._engine.hyperparameters.agreed), "arguments": dict(arguments)}
 
-    def _tensors_for(self, peer: int, call: Call) -> dict[str, Any]:
-        """The parameters that another rank updates, since the loop may have changed them; and their gradients."""
-        params = self._engine.params
-        grads = [param.grad for param in params]
-        takes_buckets, updates = self._engine.exchange is not None, call in (Call.STEP, Call.BACKWARD)
-        return {
-            "parameters": self._of_rank(peer, params) if updates else {},
-            "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
-            "done": {} if self._engine.exchange is None else dict(self._engine.exchange.operations.to_text),
-            "held": [None if g is None else not (isinstance(g, GradPlaceholder) and g.is_zero()) for g in grads],
-        }
-
-    def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """A rank's parts of parameters, or of their gradients, by tensor."""
-        plan, found = self._engine.layout.plan, dict[int, torch.Tensor]()
+    def _tensors_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return the parts that another rank owns, and their gradients: the loop may have changed both."""
+        plan, params = self._engine.layout.plan, self._engine.params
+        found = dict[int, tuple[torch.Tensor, torch.Tensor | None]]()
         for shard in plan.of_rank(peer):
-            value = values[shard.tensor]
-            if value is not None:
-                found[shard.tensor] = shard.narrow(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
+            param, grad = params[shard.tensor].detach(), params[shard.tensor].grad
+            if plan.is_cut(shard.tensor):
+                param, grad = shard.narrow(param), None if grad is None else shard.narrow(grad)
+            found[shard.tensor] = param, grad
         return found
 
-    def _take(self, call: Call, given: Mapping[str, Any]) -> None:
-        groups, params, shards = self._engine.groups, self._engine.params, self._engine.local.shards
-        for from_group, to_group in zip(given["groups"], groups, strict=True):
+    def _set_hyperparameters(self, received: Mapping[str, Any]) -> None:
+        groups, hyperparameters = self._engine.groups, self._engine.hyperparameters
+        for from_group, to_group in zip(received["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
                     value = present.copy_(value)
                 to_group[key] = value
-        self._engine.hyperparameters.agreed = given["agreed"]
-        self._engine.hyperparameters.record_written(groups)
-        for tensor, values in given["parameters"].items():
-            shards[tensor].local_view.copy_(values)
-        if call is Call.BACKWARD:
-            return
-        for param, held in zip(params, given["held"], strict=True):
-            param.grad = None if held is None else param.grad
-            if held is False and param.grad is not None:
-                param.grad.zero_()
-        mine = {} if self._engine.exchange is None else self._engine.exchange.operations.to_text
-        if call is Call.STEP and (other := dict(given["done"].items() - mine.items())):
-            what, done = min(other.items())
-            raise RuntimeError(
-                f"this rank has run out of data in Join, and cannot repeat {what}: {done}. Gradients that were reduced "
-                f"may be zeroed or clipped there before the next backward, and not changed otherwise"
-            )
-        for tensor, values in given["gradients"].items():
-            shard = shards[tensor]
-            shard.param.grad = torch.zeros_like(shard.param) if shard.is_cut else values.to(shard.param.device)
-            if shard.is_cut:
-                # This rank's part of it; the rest is not looked at.
-                shard.shard.narrow(shard.param.grad).copy_(values)
+        hyperparameters.agreed = received["agreed"]
+        hyperparameters.record_written(groups)
 
-    # ------------------------------------------------------------------ a rank without data
-
-    @property
-    def exchange(self) -> GradExchange | None:
-        """What a communication hook hands gradients to; None without one."""
-        return self._engine.exchange
-
-    @property
-    def steps_early(self) -> bool:
-        """Whether that hook steps during backward."""
-        return self._engine.early_steps is not None
-
-    def take_part(self, join_round: JoinRound) -> None:
-        """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""
-        engine, exchange, call = self._engine, self.exchange, join_round.made.call
-        arguments = self.exchange_args(join_round, {}) if call is not Call.END else {}
-        if call is Call.END:
-            assert exchange is not None
-            exchange.end()
-        elif call is Call.CLIP:
-            engine.apply_clipping(**arguments)
-        elif call is Call.CONSOLIDATE:
-            engine.apply_consolidation(**arguments)
-        else:
-            engine.apply_step(arguments)
-            for param in engine.params if exchange is None else ():
-                param.grad = None
+    def _set_tensors(self, received: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Set this rank's parts of parameters and gradients; what it owns nothing of has no gradient."""
+        for param in self._engine.params:
+            param.grad = None
+        for tensor, (values, grad) in received.items():
+            shard = self._engine.local.shards[tensor]
+            shard.local_view.copy_(values)
+            if grad is not None and shard.is_cut:
+                # The optimizer looks at this rank's part alone.
+                shard.param.grad = torch.zeros_like(shard.param)
+                shard.shard.narrow(shard.param.grad).copy_(grad)
+            elif grad is not None:
+                shard.param.grad = grad.to(shard.param.device)

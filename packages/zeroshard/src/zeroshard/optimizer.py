@@ -481,8 +481,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: if gradients are taken in another way already, ``overlap_with_ddp`` is another mode's,
-                parameters cannot be exchanged in buckets, or norms of other orders are asked for.
+                parameters cannot be exchanged in buckets, or norms of other orders are asked for; or inside Join.
         """
+        if self._engine.join.context is not None:
+            raise ValueError(
+                "the optimizer is in a Join block, in which ranks without data cannot follow a communication hook. "
+                "With uneven data leave the hook out"
+            )
         if self._overlap_with_ddp and mode is StepMode.IN_STEP:
             raise ValueError(
                 "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "

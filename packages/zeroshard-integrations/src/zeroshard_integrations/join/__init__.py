@@ -25,16 +25,19 @@ class Join:
     same joinables and settings, in the same order. Inside, each forward of a model, each backward that reduces
     gradients, and each call of a sharded optimizer is announced: an agreement, and a word of each rank.
 
+    Gradients of several backwards before one step add up; ``no_sync()`` raises.
+
     Args:
-        joinables: models in DistributedDataParallel, sharded optimizers, and any other
-            :class:`Joinable`, of one process group; a model before the optimizer of its parameters.
+        joinables: a model in DistributedDataParallel without a communication hook, a sharded optimizer, at most one of
+            each and in this order, and any other :class:`Joinable`; all of one process group.
         enable: False to do nothing, where inputs are known to be even.
         throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
         **kwargs: handed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) tells whether
             gradients are averaged over all ranks, or over those that still have data.
 
     Raises:
-        ValueError: if joinables are missing, there twice, of several groups, in the wrong order, or torch's optimizer.
+        ValueError: if joinables are missing, there twice, of several groups, in the wrong order, or torch's optimizer,
+            if there are several models or sharded optimizers, or if one has a communication hook.
         TypeError, RuntimeError: if something is no joinable, or is in a context already.
 
     Example:

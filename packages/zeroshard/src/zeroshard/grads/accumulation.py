@@ -7,14 +7,13 @@ reduction, so the owner copies the gradient that was reduced before, and adds th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import attrgetter, is_
 
 import torch
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import in_autograd
-from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState
+from zeroshard.grads.bucket import BucketPhase, BucketState
 from zeroshard.grads.norms import GradOperations
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.optimizer import LocalOptimizer
@@ -236,23 +235,6 @@ class GradAccumulator:
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
             self._keeps_reduced.add(tensor)
-
-    def contribute(self, bucket: Bucket) -> Bucket:
-        """Prepare a bucket of zeros of a rank without a backward of its own.
-
-        Gradients that were reduced before and not stepped yet are accumulated by their owners, as in other backwards.
-        """
-        for param in bucket.params:
-            # Whoever takes the bucket refuses parameters that the optimizer does not have.
-            tensor = self.index_of.get(param)
-            if tensor is None:
-                continue
-            if isinstance(param.grad, GradPlaceholder) and not self.is_used(tensor):
-                self.save_reduced(tensor)
-                self.mark_pending(tensor)
-            if param.requires_grad or param.grad is not None:
-                param.grad = self.placeholders[tensor]
-        return replace(bucket, present=(False,) * len(bucket.params), is_own=False)
 
     def is_replaced(self, param: torch.Tensor) -> bool:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from itertools import compress
 from operator import attrgetter, is_
 
 import torch
@@ -41,8 +40,6 @@ class Bucket:
         params: the parameters.
         present: per parameter, whether this rank has computed a gradient for it.
         announced: the number that the framework gave it.
-        is_own: whether this rank has computed it, and not only taken part in the others' reduction.
-        is_part: whether the buffer has gradients of other optimizers too.
     """
 
     index: int
@@ -52,24 +49,12 @@ class Bucket:
     params: Sequence[torch.Tensor]
     present: tuple[bool, ...]
     announced: int = 0
-    is_own: bool = True
-    is_part: bool = False
 
     @property
     def offsets(self) -> list[int]:
         """Per tensor, its first element in the buffer."""
         start = int(self.buffer.storage_offset())
         return [int(gradient.storage_offset()) - start for gradient in self.gradients]
-
-    def only(self, chosen: Sequence[bool]) -> Bucket:
-        """Return the bucket as one of several optimizers sees it, which has some of its parameters, or none."""
-        return replace(
-            self,
-            gradients=[*compress(self.gradients, chosen)],
-            params=[*compress(self.params, chosen)],
-            present=tuple(compress(self.present, chosen)),
-            is_part=True,
-        )
 
 
 class BucketState:
@@ -110,10 +95,8 @@ class BucketState:
         self._begin(bucket)
 
     def take(self, bucket: Bucket) -> bool:
-        """Take over the buffer of a further backward; False if that has other parameters, or at other places."""
-        # Other optimizers' parameters may have moved them.
-        is_alike = not bucket.is_part or (bucket.buffer.numel() == self.length and bucket.offsets == self.offsets)
-        if not is_alike or not self.has_params(bucket):
+        """Take over the buffer of a further backward; False if that has other parameters."""
+        if not self.has_params(bucket):
             return False
         if self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr():
             self.release()

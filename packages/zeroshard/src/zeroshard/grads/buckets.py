@@ -223,7 +223,7 @@ class Buckets:
         with agreed(self._engine.coordinator, "backward()") as proposal:
             index_of, places = self._gradients.index_of, range(len(bucket.params))
             tensors = [_check_parameter(bucket, place, index_of, layout) for place in places]
-            if self._known and tensors and self._known.isdisjoint(tensors):
+            if self._known and self._known.isdisjoint(tensors):
                 raise ValueError(
                     f"bucket {bucket.index} has none of the parameters that were reduced before: two models in "
                     f"DistributedDataParallel cannot have one optimizer with a communication hook of zeroshard; give "
@@ -272,9 +272,8 @@ def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor,
     if index is None:
         raise ValueError(
             f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer "
-            f"does not have: with a communication hook of zeroshard, the optimizers given to "
-            f"register_reduce_to_owner must have all parameters. Give them all, or freeze those that are not to be "
-            f"trained before DistributedDataParallel is built"
+            f"does not have: with a communication hook of zeroshard, it must have all parameters. Give it all, or "
+            f"freeze those that are not to be trained before DistributedDataParallel is built"
         )
     title = label_in(layout.plan, index)
     if bucket.buffer.layout is not torch.strided:

@@ -29,17 +29,16 @@ class EarlySteps:
         """Why the last backward has not stepped, if it should have."""
 
     @contextmanager
-    def one(self, *, is_own: bool) -> Iterator[None]:
-        """Around the step of a backward; ``is_own`` is False on a rank without data, whose loop calls no ``step()``."""
+    def one(self) -> Iterator[None]:
+        """Around the step of a backward."""
         try:
             yield
         except BaseException as raised:
             self._unstepped = f"the last backward has not stepped: {raised}"
             raise
         self._unstepped = ""
-        if is_own:
-            self._backwards += 1
-            self.accept_hyperparameters()
+        self._backwards += 1
+        self.accept_hyperparameters()
 
     @property
     def has_stepped(self) -> bool:

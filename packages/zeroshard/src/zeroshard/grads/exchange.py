@@ -28,14 +28,13 @@ from torch.futures import Future
 from torch.profiler import record_function
 from zeroshard_comm import BucketReduceWork, agreed
 
-from zeroshard._torch_private import disable_dynamo, in_autograd
+from zeroshard._torch_private import disable_dynamo
 from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
-from zeroshard.join import Call, JoinState
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.groups import active_mask, check_capture
 from zeroshard.step import Seen, look
@@ -79,7 +78,6 @@ class GradExchange:
         operations: what the loop does to gradients before a step.
         gradients: where gradients are, and which are accumulated over several backwards.
         buckets: of the last backward.
-        is_own: whether this rank has computed the last backward, and not only taken part in the others' reduction.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
         uses_all: whether every backward makes a gradient of every parameter; if not, no bucket is stepped before the
             last one is reduced. Set by who registers a hook.
@@ -103,24 +101,15 @@ class GradExchange:
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
-        self.is_own, self._may_step, self._steps_buckets = True, False, False
+        self._may_step = self._steps_buckets = False
         self.uses_all = True
         self._seen: Seen | None = None
         self.early_steps = EarlySteps(self._engine, self) if steps_early else None
 
     @property
-    def join(self) -> JoinState:
-        """Announces calls inside Join."""
-        return self._engine.join
-
-    @property
     def in_backward(self) -> bool:
         """Whether a backward is producing buckets."""
         return self.gradients.in_backward
-
-    def has(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer has a parameter."""
-        return param in self.gradients.index_of
 
     def set_in_forward(self, *, may_rebuild: bool) -> None:
         """Learn that the framework may replace its buckets from now on, in a forward, or no more."""
@@ -147,22 +136,16 @@ class GradExchange:
         Raises:
             DisagreementError: if ranks have other buckets.
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier call was not finished, or the model is in a Join context without the optimizer.
+            RuntimeError: if an earlier call was not finished.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         engine = self._engine
         engine.check_broken()
-        # Join calls the hook of a rank that has run out of data, without a backward.
-        bucket = self._numbered(bucket if in_autograd() else self.gradients.contribute(bucket))
+        bucket = self._numbered(bucket)
         if bucket.index == 0:
             check_capture(engine.coordinator.ranks, bucket.params, engine.layout.plan)
-            self.is_own = bucket.is_own
             if not (all(engine.layout.active) or self.buckets.are_settled(bucket)):
                 self._take_over_unfrozen()
-            # Inside Join a rank without data does not follow what a loop does to gradients.
-            self.operations.takes_norms = self.join.context is None
-            if self.mode is not StepMode.IN_STEP:
-                self.join.announce(Call.BACKWARD if bucket.is_own else Call.JOINED)
         try:
             return self._send(bucket, reduce)
         except BaseException as error:
@@ -219,9 +202,6 @@ class GradExchange:
             work.finish()
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
-        if self.join.counted is not None:
-            for gradient in state.owned_gradients().values():
-                gradient.mul_(self._engine.coordinator.ranks.world_size / self.join.counted)
         self.gradients.add_saved(state, self._queue.keep)
 
     @disable_dynamo
@@ -234,8 +214,6 @@ class GradExchange:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
             Exception: if shards are stepped during backward, any error of a step.
         """
-        if self.is_own and self.join.context is not None:
-            self.join.announce(Call.END)
         self._end_reductions()
         if self.early_steps is not None:
             self._step(self.early_steps)
@@ -269,16 +247,12 @@ class GradExchange:
         """
         coordinator, arrived = self._engine.coordinator, self.buckets.arrived
         done = json.dumps([self._backwards, [state.length for state in arrived]])
-        # A rank without data has none: others do, or say that they lack one.
-        is_unusual = self.is_own and not all(all(state.present) for state in arrived)
+        is_unusual = not all(all(state.present) for state in arrived)
         digest, explain = zlib.crc32(done.encode()), _explain_backwards
         if coordinator.agree(_END, digest, error=error, detail=lambda: done, explain=explain, flag=is_unusual):
             bits = iter(coordinator.any_of([*chain.from_iterable(state.present for state in arrived)], _END))
             for state in arrived:
                 state.present = tuple([next(bits) for _ in state.present])
-        elif not self.is_own:
-            for state in arrived:
-                state.present = (True,) * len(state.present)
 
     @disable_dynamo
     def end_of_autograd(self) -> None:
@@ -395,12 +369,9 @@ class GradExchange:
     # ------------------------------------------------------------------ steps during backward
 
     def _look_early(self) -> None:
-        """Let buckets be stepped early if nothing has changed on any rank; else the step does it all. Collective.
-
-        Inside Join they are not: a rank without data may have to hear of another call before the first bucket comes.
-        """
+        """Let buckets be stepped early if nothing has changed on any rank; else the step does it all. Collective."""
         self._seen, self._may_step, self._steps_buckets = None, False, False
-        if not self.mode.is_interleaved or self.join.context is not None:
+        if not self.mode.is_interleaved:
             return
         engine = self._engine
         seen = look(engine, in_backward=True)
@@ -416,7 +387,7 @@ class GradExchange:
                 self.check()
             except RuntimeError as error:
                 seen = replace(seen, error=error)
-        with early_steps.one(is_own=self.is_own):
+        with early_steps.one():
             self._engine.apply_step({}, seen=seen)
 
 

@@ -131,7 +131,6 @@ class GradOperations:
         steps_early: whether shards are stepped during backward, so that nothing can be done; also an attribute.
 
     Attributes:
-        takes_norms: whether norms are taken in this backward, if there are orders; GradExchange sets it.
         found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
     """
 
@@ -139,7 +138,6 @@ class GradOperations:
         self, coordinator: Coordinator, device: torch.device, orders: Sequence[float], *, steps_early: bool
     ) -> None:
         self._coordinator, self._device, self.orders, self.steps_early = coordinator, device, orders, steps_early
-        self.takes_norms = False
         self.found_inf: torch.Tensor | None = None
         self._known: _KnownNorms | None = None
         self._done: dict[int, str] = {}
@@ -175,7 +173,7 @@ class GradOperations:
         for tensor in state.tensors if self._done else ():
             if tensor not in kept:
                 self._done.pop(tensor, None)
-        gradients = state.owned_gradients() if self.takes_norms and self.orders else {}
+        gradients = state.owned_gradients() if self.orders else {}
         if not gradients:
             return
         tensors, grads = tuple(gradients), list(gradients.values())
@@ -192,7 +190,7 @@ class GradOperations:
         self._clamped.clear()
         self._zeroed.clear()
         self.found_inf = self._known = None
-        if not (self.takes_norms and self.orders):
+        if not self.orders:
             return
         numbers = self._numbers.view(-1)
         combined = self._coordinator.combine_disjoint(numbers, "the end of backward()").view_as(self._numbers)
@@ -292,20 +290,14 @@ class GradOperations:
             "it in a hook of the tensor, or train without a communication hook"
         )
 
-    def why_unchangeable(self) -> str:
-        """Say why gradients cannot be changed by the loop, and what to do; empty if they can."""
-        if self.takes_norms or not self.orders:
-            return ""
-        return "inside Join a rank without data does not follow that: call optimizer.clip_grad_norm_()"
-
     def why_unknown(self, tensor: int) -> str:
         """Say why the norm of a gradient is not known, and what to do; empty if it is."""
         if tensor in self._zeroed:
             return ""
         if self._known is None:
             return (
-                "norms are exchanged at the end of a backward, if it succeeds, but neither inside Join nor with "
-                "norms=False: call optimizer.clip_grad_norm_()"
+                "norms are exchanged at the end of a backward, if it succeeds, but not with norms=False: call "
+                "optimizer.clip_grad_norm_()"
             )
         if tensor in self._clamped:
             return "it was clamped, after which its norm is not known: take norms before"

@@ -97,7 +97,7 @@ class GradPlaceholder(TensorWithoutValues):
         operations = self._accumulator.operations
         if operations.steps_early:
             raise self.refusal(operation)
-        advice = operations.why_unchangeable() if changes else operations.why_unknown(self._tensor)
+        advice = "" if changes else operations.why_unknown(self._tensor)
         if self._local is not None:
             advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
         elif changes and not self._accumulator.is_grad(self):
