@@ -1,30 +1,25 @@
 """Training loops on uneven inputs, written once and run twice: on ranks, and in one process, in float64.
 
-What one process has to do where ranks would reduce: gradients that were reduced are the same on all ranks, and stay;
-those that each rank has accumulated by itself are added to them, divided by the number of ranks that share.
+Where ranks would reduce, one process adds the gradients of all, divided by the number of ranks that share.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from itertools import count, product
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import MANY_BUCKETS, register
+from ddp_training import MANY_BUCKETS
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
-
-HOOKS = ("none", "owner", "behind", "interleaved")
-"""No communication hook, and those of zeroshard_integrations.ddp; the last two step during backward."""
 
 PARTITIONS = ("whole", "split")
 NORM = 0.05
@@ -56,14 +51,6 @@ def lengths_of(world_size: int) -> Sequence[list[int]]:
 
 ENDINGS = ("the first runs out first", "the last does", "one has none")
 EVERY_ENDING = pytest.mark.parametrize("ending", range(3), ids=ENDINGS)
-EVERY_HOOK_AND_ENDING = pytest.mark.parametrize(
-    ("hook", "ending"),
-    [
-        # By default each hook with one of the endings.
-        pytest.param(hook, ending, marks=[] if ending == place % 3 else [pytest.mark.exhaustive])
-        for (place, hook), ending in product(enumerate(HOOKS), range(3))
-    ],
-)
 
 
 class Branches(nn.Module):
@@ -85,7 +72,6 @@ class Uneven:
 
     Args:
         lengths: how many batches each rank has.
-        hook: one of ``HOOKS``.
         calls: after how many calls of the loop each rank leaves it, whatever it has left.
         divide: average gradients over all ranks, or over those that still have data.
         schedule: whether the learning rate falls in every step.
@@ -94,7 +80,6 @@ class Uneven:
     def __init__(
         self,
         lengths: Sequence[int],
-        hook: str = "none",
         *,
         calls: Sequence[int] | None = None,
         optimizer: str | tuple[type[optim.Optimizer], dict[str, Any]] = "Adam",
@@ -106,7 +91,7 @@ class Uneven:
         group: dist.ProcessGroup | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> None:
-        self.lengths, self.hook, self.group, self.rank = list(lengths), hook, group, dist.get_rank(group)
+        self.lengths, self.group, self.rank = list(lengths), group, dist.get_rank(group)
         self.calls, self.divide, self.loss, self.arguments = calls, divide, loss, dict[str, Any]()
         kind, settings = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         made = model().double()
@@ -115,15 +100,8 @@ class Uneven:
         arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": MANY_BUCKETS, **(ddp or {})}
         self.ddp = DistributedDataParallel(made, process_group=group, **arguments)
         self.optimizer = ZeroRedundancyOptimizer(
-            made.parameters(),
-            kind,
-            process_group=group,
-            partition=cutting(partition),
-            overlap_with_ddp=hook in HOOKS[2:],
-            **settings,
+            made.parameters(), kind, process_group=group, partition=cutting(partition), **settings
         )
-        if hook != "none":
-            register(hook, self.ddp, self.optimizer)
         both = (self.optimizer, self.plain) if schedule else ()
         self.schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both] or [None, None]
 
@@ -159,7 +137,7 @@ class Uneven:
 
     def compare(self) -> None:
         distance = self.distance()
-        assert distance <= BOUND, f"parameters are {distance:.3g} off: {self.lengths}, {self.calls}, {self.hook}"
+        assert distance <= BOUND, f"parameters are {distance:.3g} off: {self.lengths}, {self.calls}"
         assert_replicas_equal(self.ddp.module.parameters(), group=self.group)
 
     def refuse(
@@ -209,16 +187,15 @@ class OnRanks:
             raise LeftError
         self._made += 1
 
-    def backward(self, number: int, *, reduces: bool = True, forwards: int = 1) -> None:
+    def backward(self, number: int, *, forwards: int = 1) -> None:
         """Compute gradients of a batch; the sum of the losses of several forwards, if there are more."""
         self._call()
-        with nullcontext() if reduces else self._ddp.no_sync():
-            losses = [
-                self._uneven.loss(self._ddp, inputs(number + 100 * each, self._uneven.rank)) for each in range(forwards)
-            ]
-            loss = torch.stack(losses).sum()
-            self._call()
-            loss.backward()
+        losses = [
+            self._uneven.loss(self._ddp, inputs(number + 100 * each, self._uneven.rank)) for each in range(forwards)
+        ]
+        loss = torch.stack(losses).sum()
+        self._call()
+        loss.backward()
 
     def forward(self, number: int, *, with_grad: bool = True) -> None:
         """Compute a loss that is not used."""
@@ -227,9 +204,8 @@ class OnRanks:
             self._uneven.loss(self._ddp, inputs(number, self._uneven.rank))
 
     def step(self, **arguments: Any) -> None:
-        """Step, the scheduler too; a part of the backward before it if the hook steps in that."""
-        if self._uneven.hook not in HOOKS[2:]:
-            self._call()
+        """Step, the scheduler too."""
+        self._call()
         self._optimizer.step(**arguments)
         if (scheduler := self._uneven.schedulers[0]) is not None:
             scheduler.step()
@@ -254,12 +230,9 @@ class OnRanks:
                 param.grad.mul_(factor)
 
     def clip(self) -> None:
-        """Clip the norm of all gradients: by torch's function where there is no hook, else by the optimizer."""
+        """Clip the norm of all gradients."""
         self._call()
-        if self._uneven.hook == "none":
-            nn.utils.clip_grad_norm_(self._ddp.parameters(), NORM)
-        else:
-            self._optimizer.clip_grad_norm_(NORM)
+        nn.utils.clip_grad_norm_(self._ddp.parameters(), NORM)
 
     def change(self, act: Callable[[nn.Module], None]) -> None:
         """Do something with the model."""
@@ -280,7 +253,6 @@ class InOneProcess:
     def __init__(self, uneven: Uneven) -> None:
         self._uneven, self._model, self._optimizer, self._made = uneven, uneven.plain_model, uneven.plain, 0
         self._params = list(self._model.parameters())
-        self._local: list[torch.Tensor | None] = [None] * len(self._params)
 
     def _call(self) -> list[int]:
         """Count a call, and return which ranks make it."""
@@ -295,32 +267,19 @@ class InOneProcess:
         self._made += 1
         return running
 
-    def backward(self, number: int, *, reduces: bool = True, forwards: int = 1) -> None:
+    def backward(self, number: int, *, forwards: int = 1) -> None:
         self._call()
         running = self._call()
+        share = len(self._uneven.lengths) if self._uneven.divide else len(running)
         for rank in running:
             losses = [self._uneven.loss(self._model, inputs(number + 100 * each, rank)) for each in range(forwards)]
-            for index, grad in self._gradients(torch.stack(losses).sum()):
-                local = self._local[index]
-                self._local[index] = grad if local is None else local + grad
-        if reduces:
-            share = len(self._uneven.lengths) if self._uneven.divide else len(running)
-            for param, local in zip(self._params, self._local, strict=True):
-                if local is not None:
-                    param.grad = local / share if param.grad is None else param.grad + local / share
-            self._local = [None] * len(self._params)
-
-    def _gradients(self, loss: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
-        trained = [index for index, param in enumerate(self._params) if param.requires_grad]
-        grads = torch.autograd.grad(loss, [self._params[index] for index in trained], allow_unused=True)
-        return [(index, grad) for index, grad in zip(trained, grads, strict=True) if grad is not None]
+            (torch.stack(losses).sum() / share).backward()
 
     def forward(self, number: int, *, with_grad: bool = True) -> None:
         self._call()
 
     def step(self, **arguments: Any) -> None:
-        if self._uneven.hook not in HOOKS[2:]:
-            self._call()
+        self._call()
         self._optimizer.step(**arguments)
         if (scheduler := self._uneven.schedulers[1]) is not None:
             scheduler.step()
@@ -328,7 +287,6 @@ class InOneProcess:
     def zero(self, *, to_none: bool = True, some: bool = False) -> None:
         self._call()
         for index in range(0, len(self._params), 2 if some else 1):
-            self._local[index] = None
             if to_none:
                 self._params[index].grad = None
             elif (grad := self._params[index].grad) is not None:
@@ -336,10 +294,9 @@ class InOneProcess:
 
     def scale(self, factor: float) -> None:
         self._call()
-        for param, local in zip(self._params, self._local, strict=True):
-            for grad in (param.grad, local):
-                if grad is not None:
-                    grad.mul_(factor)
+        for param in self._params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
 
     def clip(self) -> None:
         self._call()
@@ -351,31 +308,6 @@ class InOneProcess:
 
     def use(self, act: Callable[[ZeroRedundancyOptimizer], object]) -> None:
         self._call()
-
-
-class Windows:
-    """Notes whether a loop is in a window of ``no_sync()``, and does nothing else."""
-
-    is_open = False
-
-    def backward(self, number: int, *, reduces: bool = True, forwards: int = 1) -> None:
-        self.is_open = not reduces
-
-    def zero(self, *, to_none: bool = True, some: bool = False) -> None:
-        self.is_open = self.is_open and some
-
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-def whole(script: Script, length: int) -> int:
-    """The number of iterations, ``length`` or a few more, after which no window is open."""
-    loop: Any = Windows()
-    for number in count():
-        if number >= length and not loop.is_open:
-            break
-        script(loop, number)
-    return number
 
 
 Loop = OnRanks | InOneProcess
@@ -395,13 +327,12 @@ def never_zero(loop: Loop, number: int) -> None:
     loop.step()
 
 
-def windows(size: int, *, reduces: bool = False, last: int | None = None, to_none: bool = True) -> Script:
-    """Accumulate over windows; under ``no_sync()`` or not; the last iteration ends one, if it is given."""
+def windows(size: int, *, to_none: bool = True) -> Script:
+    """Add up the gradients of some backwards before each step; the last iterations may not fill a window."""
 
     def script(loop: Loop, number: int) -> None:
-        ends = (number + 1) % size == 0 or number + 1 == last
-        loop.backward(number, reduces=reduces or ends)
-        if ends:
+        loop.backward(number)
+        if (number + 1) % size == 0:
             loop.step()
             loop.zero(to_none=to_none)
 

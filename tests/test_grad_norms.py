@@ -17,7 +17,6 @@ from training import EVERYWHERE, cutting
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
 from zeroshard_comm import Coordinator, DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
-from zeroshard_integrations.join import Join
 
 INF = math.inf
 BOTH = (2.0, INF)
@@ -524,25 +523,6 @@ def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
     register_reduce_to_owner(ddp, optimizer, norms=rank == 0)
     with pytest.raises(DisagreementError, match=r"norms is '2\.0' on rank 0 and '' on rank 1"):
         ddp(torch.ones(2, 4)).sum().backward()
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_inside_join_the_optimizers_own_clipping_is_the_way(rank: int) -> None:
-    twins = Twins("owner")
-    with Join([twins.ddp, twins.optimizer]):
-        for number in range(2 + rank):
-            twins.optimizer.zero_grad()
-            twins.backward(twins.ddp, number)
-            with pytest.raises(RuntimeError, match=r"inside Join.*call optimizer.clip_grad_norm_\(\)"):
-                clip_by_norm(list(twins.ddp.parameters()))
-            for change in (lambda grad: grad.mul_(0.5), lambda grad: grad.clamp_(0.0, 1.0)):
-                with pytest.raises(RuntimeError, match="inside Join a rank without data does not follow that"):
-                    change(next(twins.ddp.parameters()).grad)
-            twins.optimizer.clip_grad_norm_(0.01)
-            twins.optimizer.step()
-    twins.optimizer.zero_grad()
-    twins.backward(twins.ddp, 7)
-    assert clip_by_norm(list(twins.ddp.parameters())) > 0
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

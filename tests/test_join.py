@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_by_collectives import STEPPING, without_tags
-from ddp_training import register
 from join_training import (
     EVERY_ENDING,
-    EVERY_HOOK_AND_ENDING,
-    HOOKS,
     PARTITIONS,
     Branches,
     Loop,
@@ -32,7 +28,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 
@@ -67,21 +62,19 @@ GAPS: list[Callable[[int], list[int]]] = [
     lambda ranks: [1 + 10 * rank // (ranks - 1) for rank in range(ranks)],
     lambda ranks: [0, *[3 + rank for rank in range(1, ranks)]],
 ]
-COMBINATIONS = list(product(HOOKS, PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
+COMBINATIONS = list(product(PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
 
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
-@EVERY_HOOK
 @EVERY_PARTITION
 @EVERY_MEAN
 @pytest.mark.parametrize("kind", range(len(MODELS)), ids=[model.__name__ for model, _ in MODELS])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-def test_every_combination(world_size: int, hook: str, partition: str, divide: bool, kind: int, optimizer: str) -> None:
-    place = COMBINATIONS.index((hook, partition, divide, kind, optimizer)) + world_size
+def test_every_combination(world_size: int, partition: str, divide: bool, kind: int, optimizer: str) -> None:
+    place = COMBINATIONS.index((partition, divide, kind, optimizer)) + world_size
     model, options = MODELS[kind]
     uneven = Uneven(
         GAPS[place % len(GAPS)](world_size),
-        hook,
         model=model,
         optimizer=optimizer,
         partition=partition,
@@ -95,67 +88,35 @@ def test_every_combination(world_size: int, hook: str, partition: str, divide: b
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_HOOK
 @EVERY_ENDING
-def test_clipping_and_schedules(world_size: int, hook: str, ending: int) -> None:
+def test_clipping_and_schedules(world_size: int, ending: int) -> None:
     def clipped(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)
         loop.clip()
         loop.step()
 
-    script = clipped if hook in HOOKS[:2] else usual
-    Uneven(lengths_of(world_size)[ending], hook, schedule=True).check(script)
+    Uneven(lengths_of(world_size)[ending], schedule=True).check(clipped)
 
 
 @pytest.mark.ranks(4, backend="gloo")
-@EVERY_HOOK
 @EVERY_PARTITION
-def test_on_subgroups(rank: int, hook: str, partition: str) -> None:
+def test_on_subgroups(rank: int, partition: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
-    Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide=False).check(usual)
+    Uneven(numbers, group=groups[rank % 2], partition=partition, divide=False).check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("numbers", [[3, 6], [4, 1]], ids=str)
-def test_other_kinds_of_ddp(hook: str, options: dict[str, bool], numbers: list[int]) -> None:
-    Uneven(numbers, hook, ddp=options).check(usual)
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS[1:])
-@EVERY_ENDING
-def test_gradients_that_travel_by_collectives(world_size: int, hook: str, ending: int) -> None:
-    with without_tags():
-        uneven = Uneven(lengths_of(world_size)[ending], hook, divide=ending != 1, partition="split")
-        uneven.optimizer.follow_backward(STEPPING[hook])
-    uneven.check(usual)
-
-
-def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["behind", "interleaved"])
-def test_hooks_that_reduce_on_all_ranks(hook: str) -> None:
-    uneven = Uneven([2, 5], "none", divide=False)
-    uneven.optimizer = ZeroRedundancyOptimizer(
-        uneven.ddp.parameters(), optim.Adam, overlap_with_ddp=True, lr=1e-2, weight_decay=0.01
-    )
-    register(hook, uneven.ddp, uneven.optimizer, own_mean)
-    uneven.check(usual)
+def test_other_kinds_of_ddp(options: dict[str, bool], numbers: list[int]) -> None:
+    Uneven(numbers, ddp=options).check(usual)
 
 
 @pytest.mark.ranks(1, backend="gloo")
-@EVERY_HOOK
-def test_one_rank(hook: str) -> None:
-    Uneven([4], hook).check(usual)
+def test_one_rank() -> None:
+    Uneven([4]).check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -195,14 +156,13 @@ def test_an_optimizer_without_a_model(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-def test_several_blocks_of_which_one_is_disabled(hook: str) -> None:
+def test_several_blocks_of_which_one_is_disabled() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
         loop.zero()
 
-    uneven = Uneven([1, 4], hook)
+    uneven = Uneven([1, 4])
     for numbers in ([1, 4], [2, 2], [0, 3], [3, 1]):
         uneven.lengths, uneven.arguments = numbers, {"enable": False} if numbers == [2, 2] else {}
         uneven.check(script)
@@ -212,9 +172,8 @@ def test_several_blocks_of_which_one_is_disabled(hook: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS[:2])
-def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str) -> None:
-    uneven, filters, seen = Uneven([2, 5], hook, divide=False), list(warnings.filters), []
+def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int) -> None:
+    uneven, filters, seen = Uneven([2, 5], divide=False), list(warnings.filters), []
     hooks = list(uneven.ddp._forward_hooks)
     joinables: list[Any] = [uneven.ddp, uneven.optimizer]
     with Join(joinables, enable=False, divide_by_initial_world_size=False):
@@ -236,7 +195,6 @@ def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str
     assert warnings.filters == filters
     assert not uneven.ddp._join_config.enable
     assert not uneven.optimizer._join_config.enable
-    assert uneven.optimizer._engine.join.counted is None
     assert list(uneven.ddp._forward_hooks) == hooks
     assert all(not param._backward_hooks for param in uneven.ddp.parameters())
     if rank == 0:
@@ -249,18 +207,18 @@ def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@EVERY_HOOK_AND_ENDING
-def test_gradients_are_the_same_on_all_ranks_after_the_block(world_size: int, hook: str, ending: int) -> None:
+@EVERY_ENDING
+def test_gradients_are_the_same_on_all_ranks_after_the_block(world_size: int, ending: int) -> None:
     def zeroed(loop: Loop, number: int) -> None:
         usual(loop, number)
         loop.zero()
 
-    for script in (usual, zeroed, *([never_zero] if hook == "none" else [])):
-        uneven = Uneven(lengths_of(world_size)[ending], hook)
+    for script in (usual, zeroed, never_zero):
+        uneven = Uneven(lengths_of(world_size)[ending])
         uneven.check(script)
         grads = [param.grad for param in uneven.ddp.parameters()]
         assert all((grad is None) is (script is zeroed) for grad in grads)
-        if hook == "none" and script is not zeroed:
+        if script is not zeroed:
             for grad, param in zip(grads, uneven.plain_model.parameters(), strict=True):
                 torch.testing.assert_close(grad, param.grad, rtol=1e-12, atol=1e-14)
 
@@ -268,7 +226,7 @@ def test_gradients_are_the_same_on_all_ranks_after_the_block(world_size: int, ho
 @pytest.mark.ranks(2, backend="gloo")
 def test_outputs_of_the_block_are_used_after_it(rank: int) -> None:
     uneven = Uneven([3, 3], model=lambda: nn.Linear(40, 5))
-    with Join([uneven.ddp, uneven.optimizer]), uneven.ddp.no_sync():
+    with Join([uneven.ddp, uneven.optimizer]):
         output = uneven.ddp(inputs(9, rank))
     # It needs none of the weights, which DDP has brought from one of the last ranks.
     output.sum().backward()

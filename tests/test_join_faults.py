@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_training import Failing
-from join_training import HOOKS, Loop, Uneven, inputs, usual
+from join_training import Loop, Uneven, inputs, usual
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
@@ -19,14 +19,11 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-UNKNOWN = "whose part of them no rank knows: call zero_grad\\(\\)"
-NOTHING_STEPPED = 0
 UNCHECKED = -1
 
 
-def short(numbers: list[int], hook: str = "none", seconds: float = 4, **options: Any) -> Uneven:
-    return Uneven(numbers, hook, group=dist.new_group(timeout=timedelta(seconds=seconds)), **options)
+def short(numbers: list[int], seconds: float = 4, **options: Any) -> Uneven:
+    return Uneven(numbers, group=dist.new_group(timeout=timedelta(seconds=seconds)), **options)
 
 
 # ---------------------------------------------------------------------- errors of one rank
@@ -61,10 +58,9 @@ PLACES = ["before the forward", "in the forward", "before backward", "after back
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@EVERY_HOOK
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("numbers", [[4, 4, 4], [2, 4, 4]], ids=["all have data", "rank 0 has run out"])
-def test_an_exception_on_one_rank(rank: int, hook: str, where: str, numbers: list[int]) -> None:
+def test_an_exception_on_one_rank(rank: int, where: str, numbers: list[int]) -> None:
     strike = Strike(rank, where)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -77,15 +73,14 @@ def test_an_exception_on_one_rank(rank: int, hook: str, where: str, numbers: lis
         strike("before the forward")
         loop.backward(number)
         strike("after backward")
-        if hook in HOOKS[:2]:
-            loop.backward(number + 50)
-            loop.clip()
+        loop.backward(number + 50)
+        loop.clip()
         strike("before the step")
         loop.step()
         loop.zero()
         strike("at the end")
 
-    uneven = short(numbers, hook, model=lambda: Struck(*small_model()), loss=loss)
+    uneven = short(numbers, model=lambda: Struck(*small_model()), loss=loss)
     uneven.ddp.module.strike = strike
     caught = uneven.refuse(script, "file 7 is damaged", error=ValueError, until=UNCHECKED)
     assert type(caught) is (DamagedFileError if rank == 1 else ValueError)
@@ -112,25 +107,21 @@ class FailsInTheMiddle(Halves):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    "hook", [HOOKS[0], *(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[1:3]), HOOKS[3]]
-)
-def test_an_exception_in_a_backward(rank: int, hook: str) -> None:
+def test_an_exception_in_a_backward(rank: int) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return Failing.apply(model(batch)).square().mean()  # type: ignore[no-untyped-call,no-any-return]
 
     # Before the first gradient the others are told; after it they wait for the group's timeout.
-    uneven = short([3, 3], hook, loss=loss)
+    uneven = short([3, 3], loss=loss)
     uneven.refuse(usual, "in backward" if rank else "rank 1.*in backward", error=ZeroDivisionError, until=UNCHECKED)
-    uneven = short([3, 3], hook, seconds=2, model=FailsInTheMiddle)
+    uneven = short([3, 3], seconds=2, model=FailsInTheMiddle)
     uneven.refuse(
         usual, "in backward" if rank else "", error=ZeroDivisionError if rank else RuntimeError, until=UNCHECKED
     )
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@EVERY_HOOK
-def test_a_local_step_that_raises(rank: int, hook: str) -> None:
+def test_a_local_step_that_raises(rank: int) -> None:
     class Picky(optim.SGD):
         steps = 0
 
@@ -140,19 +131,18 @@ def test_a_local_step_that_raises(rank: int, hook: str) -> None:
                 raise ArithmeticError("no more steps")
             return super().step(closure)
 
-    uneven = short([1, 5, 5], hook, optimizer=(Picky, {"lr": 0.1}))
+    uneven = short([1, 5, 5], optimizer=(Picky, {"lr": 0.1}))
     uneven.refuse(usual, "no more steps", error=ArithmeticError, until=UNCHECKED)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-def test_training_goes_on_in_another_block_after_an_error(rank: int, hook: str) -> None:
+def test_training_goes_on_in_another_block_after_an_error(rank: int) -> None:
     def script(loop: Loop, number: int) -> None:
         if rank == 1 and number == 2:
             raise DamagedFileError("file 7 is damaged")
         usual(loop, number)
 
-    uneven = short([4, 4], hook)
+    uneven = short([4, 4])
     with pytest.raises(ValueError, match="file 7"):
         uneven.train(script)
     uneven.lengths = [2, 2]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from join_training import (
     EVERY_ENDING,
-    HOOKS,
     PARTITIONS,
     Loop,
     Script,
@@ -17,7 +16,6 @@ from join_training import (
     lengths_of,
     never_zero,
     usual,
-    whole,
     windows,
 )
 from torch import nn, optim
@@ -26,7 +24,6 @@ from zeroshard_integrations.join import Join
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 
@@ -56,7 +53,7 @@ def a_forward_at_the_end(loop: Loop, number: int) -> None:
 
 def given_up(loop: Loop, number: int) -> None:
     # A window of two that is thrown away from time to time.
-    loop.backward(number, reduces=number % 2 == 1)
+    loop.backward(number)
     if number % 2:
         loop.step()
         loop.zero()
@@ -83,7 +80,7 @@ def steps_left_out(loop: Loop, number: int) -> None:
 
 
 def clipped_windows(loop: Loop, number: int) -> None:
-    loop.backward(number, reduces=number % 3 == 2)
+    loop.backward(number)
     if number % 3 == 2:
         loop.clip()
         loop.step()
@@ -91,7 +88,7 @@ def clipped_windows(loop: Loop, number: int) -> None:
 
 
 def changed_in_a_window(loop: Loop, number: int) -> None:
-    loop.backward(number, reduces=False)
+    loop.backward(number)
     loop.scale(0.5)
     loop.backward(number + 50)
     loop.step()
@@ -152,102 +149,69 @@ def named(script: Script, name: str) -> Script:
     return script
 
 
-OF_ALL_HOOKS: list[Script] = [
+FORMS: list[Script] = [
     to_zero,
     forwards_of_all_kinds,
     a_forward_at_the_end,
     given_up,
     weights_that_the_loop_changes,
     named(windows(3), "windows"),
-    named(windows(4, last=6, to_none=False), "windows_on_zeros"),
-]
-NOT_STEPPED_EARLY: list[Script] = [
+    named(windows(4, to_none=False), "windows_on_zeros"),
     clipped_windows,
-    named(windows(2, reduces=True), "windows_that_reduce"),
     steps_left_out,
     some_are_kept,
     two_steps,
     zero_before_the_step,
-]
-WITHOUT_HOOK: list[Script] = [
     changed_in_a_window,
     never_zero,
     some_are_never_zero,
     decay_of_gradients,
     zeroed_past_autograd,
 ]
-FORMS = [
-    *product(HOOKS, OF_ALL_HOOKS),
-    *product(HOOKS[:2], NOT_STEPPED_EARLY),
-    *product(HOOKS[:1], WITHOUT_HOOK),
-]
-
-
-EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1].__name__}")
 
 
 def forms_and_endings() -> list[Any]:
-    """Each form with some endings: a script sees all, under its hooks together, and so does a hook, in its forms.
-
-    By default a script is tested once; scripts take their hooks and endings in turn.
-    """
-    cases = []
-    for number, (hook, script) in enumerate(FORMS):
-        hooks = [hook for hook, other in FORMS if other is script]
-        scripts = [script for other, script in FORMS if other == hook]
-        place = list(dict.fromkeys(script for _, script in FORMS)).index(script)
-        turns = range(hooks.index(hook), max(3, len(hooks)), len(hooks))
-        for turn in turns:
-            is_usual = hook == hooks[place % len(hooks)] and turn == turns[place % len(turns)]
-            ending, divide = (turn + scripts.index(script)) % 3, (number + turn) % 2 == 0
-            name, marks = f"{hook}-{script.__name__}-{ending}", () if is_usual else pytest.mark.exhaustive
-            cases.append(pytest.param((hook, script), ending, divide, id=name, marks=marks))
-    return cases
+    """Each form with each ending; by default with one of them, in turn."""
+    return [
+        pytest.param(
+            script,
+            ending,
+            id=f"{script.__name__}-{ending}",
+            marks=() if place % 3 == ending else pytest.mark.exhaustive,
+        )
+        for (place, script), ending in product(enumerate(FORMS), range(3))
+    ]
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-@pytest.mark.parametrize(("form", "ending", "divide"), forms_and_endings())
-def test_loops_of_every_form(world_size: int, form: tuple[str, Script], ending: int, divide: bool) -> None:
-    check_form(form, lengths_of(world_size)[ending], PARTITIONS[ending % 2], divide=divide)
+@pytest.mark.parametrize(("script", "ending"), forms_and_endings())
+def test_loops_of_every_form(world_size: int, script: Script, ending: int) -> None:
+    divide = (FORMS.index(script) + ending) % 2 == 0
+    Uneven(lengths_of(world_size)[ending], divide=divide, partition=PARTITIONS[ending % 2]).check(script)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_PARTITION
 @EVERY_MEAN
-@EVERY_FORM
-def test_loops_of_every_form_in_every_way(
-    world_size: int, form: tuple[str, Script], divide: bool, partition: str
-) -> None:
+@pytest.mark.parametrize("script", FORMS, ids=lambda script: script.__name__)
+def test_loops_of_every_form_in_every_way(world_size: int, script: Script, divide: bool, partition: str) -> None:
     for numbers in lengths_of(world_size):
-        check_form(form, numbers, partition, divide=divide)
-
-
-def check_form(form: tuple[str, Script], numbers: list[int], partition: str, *, divide: bool) -> None:
-    hook, script = form
-    # DDP rebuilds its buckets in the second forward, with what was kept in them: refused.
-    least = 2 if hook == "owner" and script in NOT_STEPPED_EARLY else 0
-    Uneven([whole(script, max(number, least)) for number in numbers], hook, divide=divide, partition=partition).check(
-        script
-    )
+        Uneven(numbers, divide=divide, partition=partition).check(script)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@EVERY_HOOK
-def test_leaving_between_any_two_calls(hook: str) -> None:
+def test_leaving_between_any_two_calls() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
-        if hook in HOOKS[:2]:
-            loop.backward(number + 50)
-            loop.clip()
+        loop.backward(number + 50)
+        loop.clip()
         loop.step()
         loop.zero()
 
-    # The first iteration has them all; the break of rank 0 and that of rank 1 in turn.
-    least = 8 if hook in HOOKS[:2] else 4
-    for calls in range(least, 2 * least):
-        first = (HOOKS.index(hook) + calls) % 2
-        Uneven([3, 3], hook, calls=[calls, 99] if first == 0 else [99, calls], divide=first == 0).check(script)
+    # The first iteration has its 8 calls; rank 0 and rank 1 leave the loop in turn.
+    for calls in range(8, 16):
+        Uneven([3, 3], calls=[99, calls] if calls % 2 else [calls, 99], divide=calls % 2 == 0).check(script)
 
 
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
@@ -293,19 +257,18 @@ def test_arguments_of_steps_and_hyperparameters() -> None:
             group["notes"] = {"of": [number, None, "x"]}
         loop.step(scale=[0.5, torch.tensor(0.75)][number % 2])
 
-    for hook, numbers in product(HOOKS[:2], ([2, 5], [5, 2])):
-        uneven = Uneven(numbers, hook, optimizer=(Scaled, {"lr": 0.1}))
+    for numbers in ([2, 5], [5, 2]):
+        uneven = Uneven(numbers, optimizer=(Scaled, {"lr": 0.1}))
         uneven.check(script)
         assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
 
 
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_HOOK
 @EVERY_PARTITION
 @EVERY_ENDING
 @pytest.mark.parametrize("to", [0, 1])
 def test_states_are_consolidated_inside_and_after_the_block(
-    rank: int, world_size: int, hook: str, partition: str, ending: int, to: int
+    rank: int, world_size: int, partition: str, ending: int, to: int
 ) -> None:
     def check_state(uneven: Uneven) -> None:
         if rank != to:
@@ -316,7 +279,7 @@ def test_states_are_consolidated_inside_and_after_the_block(
             torch.testing.assert_close(ours[key]["exp_avg"], entries["exp_avg"].cpu(), rtol=1e-12, atol=1e-14)
             assert ours[key]["step"] == entries["step"] == max(uneven.lengths)
 
-    uneven = Uneven(lengths_of(world_size)[ending], hook, partition=partition)
+    uneven = Uneven(lengths_of(world_size)[ending], partition=partition)
 
     def script(loop: Loop, number: int) -> None:
         usual(loop, number)

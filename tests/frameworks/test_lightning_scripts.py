@@ -103,6 +103,36 @@ def test_a_plain_optimizer_is_refused_on_every_rank(framework, tmp_path):
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_several_optimizers_are_refused_on_every_rank(framework):
+    import lightning.pytorch as pl
+    from lightning.fabric import Fabric
+
+    made = script(f"{framework}_sharded").ZeroRedundancyOptimizer
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.automatic_optimization = torch.nn.Linear(4, 4), False
+
+        def configure_optimizers(self):
+            return [made([param], torch.optim.SGD, lr=0.1) for param in self.model.parameters()]
+
+    module, options = Module(), {"accelerator": "cpu", "devices": 2, "strategy": "ddp_zeroshard"}
+    match = (
+        "got|returned|received) 2: give one optimizer a class per param group, or leave the hook out, or wrap a model"
+    )
+    with raises_on(TypeError, ranks=[0, 1], match=f"({match}"):
+        if framework == "lightning":
+            trainer = pl.Trainer(**options, logger=False, enable_checkpointing=False)
+            trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
+        else:
+            fabric = Fabric(**options)
+            fabric.launch()
+            fabric.setup(module.model, *module.configure_optimizers())
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_lightning_saves_nothing_that_lacks_values_and_keeps_the_earlier_file(tmp_path):
     import lightning.pytorch as pl
 
