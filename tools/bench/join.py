@@ -44,10 +44,10 @@ CONTENDERS: dict[str, Callable[[list[Any]], AbstractContextManager[Any]]] = {
 BASE = "no Join"
 CALLS: dict[str, list[tuple[type, str]]] = {
     "ours": [
-        (JoinContext, "_forward_begins"),
-        (JoinContext, "_optimizer_calls"),
+        (JoinContext, "_begin_forward"),
+        (JoinContext, "_call"),
         (DDPModel, "_first_gradient"),
-        (DDPModel, "_ends"),
+        (DDPModel, "_end_backward"),
     ],
 }
 """Per contender, the functions in which its training thread does what a Join block asks for."""
