@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_by_collectives import STEPPING, CollectiveTwins, without_tags
+from ddp_by_collectives import STEPPING, CollectiveTwins
 from ddp_training import HOOKS, assert_close, batch, not_freed, register
 from test_ddp_faults import Layers, _train_on, short_group
 from test_ddp_gradients import Detached
@@ -22,7 +22,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from training import cutting, small_model
+from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.grads.stream import SideStream
 from zeroshard.state import metadata
@@ -469,30 +469,6 @@ def test_no_thread_is_started(hook: str) -> None:
     for number in range(3):
         twins.iterate(number)
         assert threading.active_count() == before
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@PARTITIONS
-def test_optimizers_of_one_model_each_average_their_own_parts_of_a_bucket(partition: str) -> None:
-    models = [small_model().double() for _ in range(2)]
-    ddps = [DistributedDataParallel(model, gradient_as_bucket_view=True) for model in models]
-    params, twins = ([*model.parameters()] for model in models)
-    with without_tags():
-        ours = [
-            ZeroRedundancyOptimizer(params[first::2], optim.SGD, lr=0.1, partition=cutting(partition))
-            for first in range(2)
-        ]
-        register_reduce_to_owner(ddps[0], ours)
-    plain = optim.SGD(twins, lr=0.1)
-    for number in range(4):
-        for ddp, optimizers in zip(ddps, (ours, [plain]), strict=True):
-            ddp.zero_grad()
-            with without_tags():
-                ddp(batch(number)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        # At 3 ranks DDP's all-reduce adds in another order.
-        assert_close(*models, 1e-12, f"after iteration {number}")
 
 
 @pytest.mark.ranks(2, backend="gloo")

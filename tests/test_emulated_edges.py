@@ -2,7 +2,7 @@
 
 At two ranks most edges are masked by others, by a collective's own for example. Each of these trainings takes such a
 mask away: one rank, gradients that are carried from one backward to the next, work of autograd after the last bucket, a
-communication hook that reduces into a tensor of its own, several optimizers, a backward that raises.
+communication hook that reduces into a tensor of its own, two models, a backward that raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import RankGroup, collectives
-from zeroshard_integrations.ddp import register_reduce_to_owner
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, 2, backend=["emulated", "nccl"])]
 
@@ -128,53 +127,56 @@ def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device, m
         optimizer.step()
 
 
+class Around(nn.Module):
+    """Calls another model between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = small_model()[:3], nn.Linear(300, 7)
+
+    def forward(self, inputs: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        made: torch.Tensor = self.second(inner(self.first(inputs)))
+        return made
+
+
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
 @pytest.mark.parametrize("staging", [3_000, 20_000])
 @pytest.mark.parametrize("coalesces", [True, False])
-def test_optimizers_of_one_model(
+def test_two_models_whose_buckets_come_in_turns(
     device: torch.device, staging: int, coalesces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In so many chunks that the buffers change between the side streams of both.
+    # In so many chunks that the buffers change between the side streams of both optimizers.
     monkeypatch.setattr(collectives, "STAGING_BYTES", staging)
     if not coalesces:
         # As a backend that divides by itself, on a group of its own.
         monkeypatch.setattr(RankGroup, "coalesces", lambda *_: False)
-    ddp = DistributedDataParallel(
-        small_model().double().to(device), bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True
+    outer, inner = (
+        DistributedDataParallel(model.double().to(device), bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
+        for model in (Around(), nn.Linear(300, 300))
     )
-    params = list(ddp.parameters())
-    halves = [params[0::3], params[1::3] + params[2::3]]
-    optimizers = [ZeroRedundancyOptimizer(half, optim.SGD, lr=0.1, partition=cutting("split")) for half in halves]
-    register_reduce_to_owner(ddp, optimizers)
-    _train_together(ddp, optimizers, device)
+    optimizers = [_with_hook(ddp) for ddp in (outer, inner)]
+    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        outer(inputs, inner).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
-def test_a_buffer_that_grows_for_the_next_optimizer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One chunk of the biases of a bucket, two of its weights, the second one through the buffer of the biases.
+def test_a_buffer_that_grows_for_the_next_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One chunk of the second model, two of the first, the second one through the buffer of the second model.
     monkeypatch.setattr(collectives, "STAGING_BYTES", 200_000)
-    model = nn.Sequential(*[nn.Linear(200, 200) for _ in range(3)]).double().to(device)
-    # The first backward has several buckets, too, if parameters may be unused.
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True, find_unused_parameters=True)
-    halves = [[layer.bias for layer in model], [layer.weight for layer in model]]
-    optimizers = [ZeroRedundancyOptimizer(half, optim.SGD, lr=0.1, partition=cutting("split")) for half in halves]
-    register_reduce_to_owner(ddp, optimizers)
-    ddp(torch.ones(8, 200, dtype=torch.float64, device=device)).square().mean().backward()
+    large, small = (
+        DistributedDataParallel(nn.Linear(width, width, bias=False).double().to(device), gradient_as_bucket_view=True)
+        for width in (200, 80)
+    )
+    optimizers = [_with_hook(ddp) for ddp in (large, small)]
+    inputs = torch.ones(8, 200, dtype=torch.float64, device=device)
+    (large(inputs)[:, :80] - small(inputs[:, :80])).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-
-
-@pytest.mark.ranks(2, backend=["emulated", "nccl"])
-def test_optimizers_of_one_model_on_groups_of_their_own(device: torch.device) -> None:
-    # DDP copies what it gets, on streams that nothing else orders after both groups.
-    ddp = DistributedDataParallel(small_model().double().to(device), bucket_cap_mb=MANY_BUCKETS)
-    params = list(ddp.parameters())
-    optimizers = [
-        ZeroRedundancyOptimizer(params[first::2], optim.SGD, lr=0.1, process_group=dist.new_group())
-        for first in range(2)
-    ]
-    register_reduce_to_owner(ddp, optimizers)
-    _train_together(ddp, optimizers, device)
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
@@ -234,17 +236,10 @@ def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
     return optimizer
 
 
-def _train_together(
-    ddp: DistributedDataParallel, optimizers: list[ZeroRedundancyOptimizer], device: torch.device
-) -> None:
-    """Train one model by several optimizers."""
-    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
-    for _ in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ddp(inputs).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+def _with_hook(ddp: DistributedDataParallel) -> ZeroRedundancyOptimizer:
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
+    register("owner", ddp, optimizer)
+    return optimizer
 
 
 def reduced_anew(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
