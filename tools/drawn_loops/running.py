@@ -1,0 +1,229 @@
+"""Trains drawn loops on two ranks, each beside plain DDP with the plain optimizer, and compares them bit by bit.
+
+At two ranks results are equal: a sum of two gradients has no order, and half of a sum is exact. With master weights the
+plain optimizer steps float32 copies by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from drawn_loops.expected import Outcome
+from drawn_loops.loop import HEADS, LAYERS, STEM, STEPPING, Loop
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard.plan import layout
+from zeroshard_comm import transport
+from zeroshard_integrations import ddp as hooks
+from zeroshard_testing import RanksFailure, run_on_ranks
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "weight_decay": 0.01},
+    "ExponentialLR": {"gamma": 0.7},
+    "StepLR": {"step_size": 2},
+    "LambdaLR": {"lr_lambda": lambda epoch: 1 / (1 + epoch)},
+    "CosineAnnealingLR": {"T_max": 4},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 40},
+    "ReduceLROnPlateau": {"patience": 0},
+}
+
+
+def run(loop: Loop) -> Outcome:
+    """Train a loop on two ranks, and return what became of it."""
+    # A loop that is refused leaves messages behind.
+    checks = "no:deadlock no:collectives no:messages"
+    try:
+        found = [Outcome(*each) for each in run_on_ranks(train, 2, loop, timeout=120, checks=checks)]
+    except RanksFailure as failure:
+        return Outcome("other", text=f"hung or ended: {failure.verdict.summary}")
+    if len({each.act for each in found}) > 1:
+        return Outcome("other", text="; ".join(map(str, found)))
+    return next((each for each in found if each.kind == "differs"), found[0])
+
+
+def train(loop: Loop) -> tuple[str, str, str]:
+    """Train a loop on this rank; return kind, act and text of the outcome."""
+    group, found = dist.new_group(timeout=timedelta(seconds=30)), ""
+    # So that small tensors are cut, and a thread adds up small gradients, as in large models.
+    cut, add_up = patch.multiple(layout, SMALLEST_PART=32), patch.multiple(transport, WORTH_OVERLAPPING=0)
+    with warnings.catch_warnings(), cut, add_up:
+        warnings.simplefilter("ignore")
+        plain, ours = (_Training(loop, group, is_sharded=is_sharded) for is_sharded in (False, True))
+        for index, act in enumerate([*sum(loop.iterations, ()), "end"]):
+            error = ""
+            try:
+                ours.do(act)
+            except Exception as raised:  # noqa: BLE001 - whatever it is, ranks compare it
+                error = re.sub(r"^rank \d+: ", "", str(raised).partition("\n")[0]) or repr(raised)
+            if act.startswith(("delete", "pop", "assign")):
+                # Other acts communicate: no rank goes on alone.
+                errors = [""] * 2
+                dist.all_gather_object(errors, error)
+                error = max(errors)
+            if error:
+                return "refused", f"{index} {act}", error
+            plain.do(act)
+            if not found and act in ("step", "end"):
+                one, other = (training.values(with_state=act == "end") for training in (ours, plain))
+                differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+                found = "".join(f"{name} after {index} {act}" for name in differing[:1])
+    return "differs" if found else "equal", "", found
+
+
+class _Model(nn.ModuleDict):
+    """Layers by name; parameters that are added later take no part in the forward."""
+
+    def forward(self, inputs: torch.Tensor, heads: list[str]) -> torch.Tensor:
+        layers: Any = self
+        for name in STEM:
+            inputs = layers[name](inputs.to(layers[name].weight.dtype)).tanh()
+        return torch.stack([layers[head](inputs.to(layers[head].weight.dtype)) for head in heads]).sum(0)
+
+
+class _Training:
+    """One of two trainings of a loop: sharded, or plain."""
+
+    def __init__(self, loop: Loop, group: dist.ProcessGroup, *, is_sharded: bool) -> None:
+        self.loop, self.number, flags = loop, 0, loop.flags
+        self.output: Any = None
+        torch.manual_seed(loop.seed)
+        sizes = (12, 24), (24, 20), (20, 6), (20, 6)
+        # Muon takes matrices alone.
+        layers = [nn.Linear(*size, bias=loop.optimizer != "Muon", dtype=torch.float64) for size in sizes]
+        self.model: Any = _Model({**dict(zip(LAYERS, layers, strict=True)), "added": nn.ParameterList()})
+        if "master_weights" in flags:
+            # One layer has no masters.
+            self.model.bfloat16()[STEM[1]].float()
+        given: dict[str, Any] = {flag: flag in flags for flag in ("gradient_as_bucket_view", "find_unused_parameters")}
+        self.ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.002, **given)
+        for layer in loop.frozen:
+            self.model[layer].requires_grad_(False)
+        # What the optimizer steps for each parameter: itself, or a copy in float32.
+        self.stepped: dict[torch.Tensor, torch.Tensor] = {}
+        self.has_copies = "master_weights" in flags and not is_sharded
+        make, params = getattr(torch.optim, loop.optimizer), self.new_params()
+        groups: list[dict[str, Any]] = [{"params": params}]
+        if "two groups" in flags:
+            groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:], "weight_decay": 0.1}]
+        if is_sharded:
+            given = {flag: flag in flags for flag in ("parameters_as_bucket_view", "master_weights")}
+            given |= {"overlap_with_ddp": loop.mode in STEPPING, "partition": loop.partition}
+            make = partial(ZeroRedundancyOptimizer, optimizer_class=make, process_group=group, **given)
+        self.optimizer: Any = make(groups, **_SETTINGS.get(loop.optimizer, {"lr": 0.01}))
+        if is_sharded and loop.mode == "reduce_to_owner":
+            hooks.register_reduce_to_owner(self.ddp, self.optimizer)
+        elif is_sharded and loop.mode in STEPPING:
+            self.ddp.register_comm_hook(None, getattr(hooks, loop.mode)(allreduce_hook, self.ddp, self.optimizer))
+        name = loop.scheduler
+        self.scheduler: Any = getattr(lr_scheduler, name)(self.optimizer, **_SETTINGS[name]) if name else None
+
+    def new_params(self) -> list[torch.Tensor]:
+        """Return what the optimizer steps for parameters that are new in the model."""
+        new = [param for param in self.model.parameters() if param not in self.stepped]
+        for param in new:
+            is_copied = self.has_copies and param.dtype == torch.bfloat16
+            self.stepped[param] = nn.Parameter(param.detach().float()) if is_copied else param
+        return [self.stepped[param] for param in new]
+
+    def do(self, act: str) -> None:
+        word, _, argument = act.partition(" ")
+        optimizer, params = self.optimizer, list(self.stepped)
+        param = params[int(argument) % len(params)] if argument.isdigit() else params[0]
+        match word:
+            case "forward" | "backward" | "step":
+                getattr(self, word)()
+            case "local":
+                with self.ddp.no_sync():
+                    self.backward()
+            case "zero":
+                self.zero(argument)
+            case "schedule":
+                self.scheduler.step(*[1.0] * (self.loop.scheduler == "ReduceLROnPlateau"))
+            case "freeze" | "unfreeze":
+                self.model[argument].requires_grad_(word == "unfreeze")
+            case "lr":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            case "decay":
+                optimizer.param_groups[-1]["weight_decay"] += 0.01
+            case "add":
+                added = nn.Parameter(torch.ones_like(self.model[HEADS[0]].weight))
+                vars(added)["_ddp_ignored"] = True
+                self.model["added"].append(added)
+                optimizer.add_param_group({"params": self.new_params(), "weight_decay": 0.02})
+            case "delete" if self.stepped[param] in optimizer.state:
+                del optimizer.state[self.stepped[param]]
+            case "pop":
+                optimizer.state.pop(self.stepped[param], None)
+            case "assign":
+                optimizer.state[self.stepped[param]] = {}
+            case "clear":
+                optimizer.state.clear()
+            case "scale":
+                # Of a sharded optimizer, what this rank owns.
+                for entries in getattr(optimizer, "optim", optimizer).state.values():
+                    for value in filter(torch.is_tensor, entries.values()):
+                        value.mul_(0.5 if value.dim() else 1)
+            case "rebind":
+                param.data = param.detach() * 0.5
+            case "write":
+                with torch.no_grad():
+                    param.mul_(0.5)
+            case "end" if isinstance(optimizer, ZeroRedundancyOptimizer):
+                optimizer.consolidate_state_dict()
+
+    def zero(self, way: str) -> None:
+        if way in ("none", "zeros", "model"):
+            # Copies have no gradients between steps.
+            zeroing = self.ddp if self.has_copies or way == "model" else self.optimizer
+            zeroing.zero_grad(set_to_none=way != "zeros")
+            return
+        for layer in (*STEM, *self.loop.heads_of(self.number, 0, 1)) if way == "used" else self.model:
+            for param in self.model[layer].parameters():
+                if way != "trainable" or param.requires_grad:
+                    param.grad = None
+
+    def forward(self) -> None:
+        rank = dist.get_rank()
+        inputs = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * self.number + rank))
+        self.output = self.ddp(inputs, self.loop.heads_of(self.number, rank))
+
+    def backward(self) -> None:
+        for added in self.model["added"]:
+            # DDP does not reduce its gradient, which is equal on all ranks.
+            added.grad = torch.full_like(added, 0.1 * self.number)
+        if self.output is None:
+            self.forward()
+        loss, self.output, self.number = self.output.square().mean(), None, self.number + 1
+        loss.backward()
+
+    def step(self) -> None:
+        copies = [pair for pair in self.stepped.items() if pair[0] is not pair[1]]
+        with torch.no_grad():
+            for param, copied in copies:
+                # What was written to a parameter counts, where it is not the rounded copy.
+                copied.copy_(torch.where(copied.to(param.dtype) == param, copied, param))
+                copied.grad = None if param.grad is None else param.grad.float()
+            self.optimizer.step()
+            for param, copied in copies:
+                param.copy_(copied)
+
+    def values(self, *, with_state: bool) -> dict[str, Any]:
+        """Return all parameters by name, and, where the state is gathered, its entries but for master weights."""
+        found: dict[str, Any] = {f"parameter {number}": param for number, param in enumerate(self.stepped)}
+        if with_state and dist.get_rank() == 0:
+            state_dict = self.optimizer.state_dict()
+            found["param_groups"] = state_dict["param_groups"]
+            for index, entries in state_dict["state"].items():
+                found |= {f"{key} of {index}": value for key, value in entries.items() if key != "master_param"}
+        return {name: repr(value.tolist()) if torch.is_tensor(value) else value for name, value in found.items()}
