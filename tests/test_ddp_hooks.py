@@ -360,6 +360,35 @@ def test_model_converted_between_steps(hook: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "after the backward"])
+def test_data_that_is_rebound_and_copied_back_into_flat_buffers(hook: str, when: str) -> None:
+    twins = Twins(hook, parameters_as_bucket_view=True)
+    train(twins, last=2)
+
+    def rebind(ddp: nn.Module, now: str) -> None:
+        if when == now:
+            for param in ddp.parameters():
+                param.data = param.data * 0.5
+
+    def loss(ddp: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        rebind(ddp, "before the forward")
+        found = ddp(inputs).square().mean()
+        # The graph has saved what the parameters had, and their gradients are those of it.
+        rebind(ddp, "before the backward")
+        return found
+
+    for number in range(3, 6):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            twins.backward(ddp, number, loss)
+            if hook == "owner":
+                rebind(ddp, "after the backward")
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@EVERY_HOOK
 def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int) -> None:
     twins = Twins(hook, model=lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(6))), ddp={"bucket_cap_mb": 1})
     loss = lambda ddp, inputs: ddp(inputs.repeat(1, 5)).square().mean()  # noqa: E731 - one for both

@@ -302,10 +302,12 @@ def test_absent_masters_are_made_from_the_parameters() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_values_that_were_written_to_parameters_are_taken_over() -> None:
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+def test_values_that_were_written_to_parameters_are_taken_over(as_bucket_view: bool) -> None:
     model = HalfModel()
     reference = copy.deepcopy(model)
-    sharded, plain = sharded_over(model), PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
+    sharded = sharded_over(model, parameters_as_bucket_view=as_bucket_view)
+    plain = PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
     train(model, sharded, range(2))
     train(reference, plain, range(2))
     # A write of the same values keeps what is not in them; other values are taken.
@@ -317,6 +319,13 @@ def test_values_that_were_written_to_parameters_are_taken_over() -> None:
     train(model, sharded, range(2, 4))
     train(reference, plain, range(2, 4))
     assert_bitwise_equal(model, reference, "after parameters were written to")
+    with torch.no_grad():
+        rebound = model[0].weight.detach().clone()
+        rebound[1] = reference[0].weight[1] = plain.masters[0][1] = 0.5
+        model[0].weight.data = rebound
+    train(model, sharded, range(4, 6))
+    train(reference, plain, range(4, 6))
+    assert_bitwise_equal(model, reference, "after .data was rebound")
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

@@ -267,11 +267,14 @@ def test_a_converted_model_is_refused_once_there_is_state(
     if converted:
         convert(ours)
     set_gradients(ours.parameters(), 1)
-    words = (
-        r"^(rank [01]: )?tensor \d 'param.\d' has optimizer state, and has changed its dtype, device or memory format"
-    )
+    error, words = ValueError, "has optimizer state, and has changed its dtype, device or memory format"
+    if as_bucket_view:
+        error, words = (
+            RuntimeError,
+            "is a view of a flat buffer, and its .data was rebound to a tensor of shape .* build",
+        )
     for call in (sharded.step, lambda: sharded.load_state_dict(plain.state_dict())):
-        with pytest.raises(ValueError, match=words) as caught:
+        with pytest.raises(error, match=rf"^(rank [01]: )?tensor \d 'param.\d' {words}") as caught:
             call()
         assert "rank 0: " not in str(caught.value) or where == "on all ranks"
     # Nothing has changed, and a model that comes back was not converted.

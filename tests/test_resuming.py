@@ -142,6 +142,10 @@ def test_a_model_that_is_converted_between_building_and_loading(
     )
     for module in (model, reference):
         CONVERSIONS[name](module)
+    if as_bucket_view and name in ("memory format", "dtype"):
+        with pytest.raises(RuntimeError, match="is a view of a flat buffer"):
+            sharded.load_state_dict(saved)
+        return
     plain = optim.Adam(reference.parameters())
     for optimizer in (sharded, plain):
         optimizer.load_state_dict(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -356,6 +357,10 @@ def test_closures_that_change_what_the_ranks_agreed_upon(
             change(model)
         set_gradients(model.parameters(), 0)
 
+    if as_bucket_view and how == "converted":
+        with pytest.raises(RuntimeError, match="is a view of a flat buffer"):
+            sharded.step(closure)
+        return
     if on_rank_1_alone:
         differs = {"unfrozen": "trainable False here, True", "converted": "dtype torch.float32 here, torch.float64"}
         words = f"{differs[how]} there .here: rank 0, there: rank 1"
@@ -461,27 +466,64 @@ def test_grad_scaler(partition: str) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
+def average_as_torch_does(params: list[torch.Tensor]) -> None:
+    """Rebind as torch's averagers do: to parts of a flat tensor, in row-major order."""
+    flat = torch.cat([param.data.reshape(-1) for param in params]) / 2
+    for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.data = part.view_as(param).type_as(param)
+
+
+def rebind_to_another(params: list[torch.Tensor]) -> None:
+    """Rebind a parameter to another one's data, which lies in the buffer, and a third one to a part of the first's."""
+    (first, second), (*_, third) = [param for param in params if param.shape == params[0].shape], params
+    first.data, third.data = second.data, first.data.as_strided(third.shape, (1,))
+
+
+REBOUND: dict[str, Callable[[list[torch.Tensor]], None]] = {
+    "averaged": average_as_torch_does,
+    "from a vector": lambda params: nn.utils.vector_to_parameters(
+        torch.cat([param.data.reshape(-1) for param in params]) * 0.5, params
+    ),
+    "to another": rebind_to_another,
+}
+
+
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_rebinding_of_data_is_noticed(partition: str) -> None:
-    pair = twins()
+@pytest.mark.parametrize("how", REBOUND)
+@pytest.mark.parametrize("adds", [False, True], ids=["step", "add_param_group"])
+def test_data_that_was_rebound_is_copied_back_into_the_buffers(partition: str, how: str, adds: bool) -> None:
+    pair = twins(lambda: nn.Sequential(*convolutions(), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last))
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(),
-        optim.SGD,
-        partition=cutting(partition),
-        parameters_as_bucket_view=True,
-        lr=0.1,
-        momentum=0.9,
+        pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=True
     )
-    plain = optim.SGD(pair[1].parameters(), lr=0.1, momentum=0.9)
+    plain = optim.Adam(pair[1].parameters())
     run_steps(pair, (sharded, plain), range(2))
+    buffers, strides = sharded.buffers, [param.stride() for param in pair[0].parameters()]
     for module in pair:
-        for param in module.parameters():
-            param.data = param.data * 0.5
+        REBOUND[how](list(module.parameters()))
+    for param in pair[1].parameters():
+        param.data = param.data.clone()
+    if adds:
+        for optimizer in (sharded, plain):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
     run_steps(pair, (sharded, plain), range(2, 4))
-    # Packed again: the parameters are views of the buffers once more.
-    storages = {param.untyped_storage().data_ptr() for param in pair[0].parameters()}
-    assert storages == {buffer.untyped_storage().data_ptr() for buffer in sharded.buffers}
+    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    assert {param.untyped_storage().data_ptr() for param in pair[0].parameters()} == storages
+    assert all(map(operator.is_, sharded.buffers, buffers))
+    assert [param.stride() for param in pair[0].parameters()] == strides
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_data_that_one_rank_has_rebound(rank: int) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=True)
+    plain = optim.Adam(pair[1].parameters())
+    for step in range(4):
+        if rank == step % 2:
+            for param in pair[0].parameters():
+                param.data = param.data.clone()
+        run_steps(pair, (sharded, plain), range(step, step + 1))
 
 
 def convolutions() -> nn.Module:
@@ -491,12 +533,9 @@ def convolutions() -> nn.Module:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-@VIEWS
-def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_bucket_view: bool) -> None:
+def test_a_model_that_changes_its_dtype_or_memory_format(partition: str) -> None:
     pair = twins(convolutions)
-    sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.SGD, lr=0.1, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.SGD, lr=0.1, partition=cutting(partition))
     plain = optim.SGD(pair[1].parameters(), lr=0.1)
     run_steps(pair, (sharded, plain), range(2))
     for module in pair:
@@ -714,10 +753,10 @@ def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@VIEWS
-def test_weights_that_are_exchanged_with_an_average_and_back(as_bucket_view: bool) -> None:
+def test_weights_that_are_exchanged_with_an_average_and_back() -> None:
     pair = twins()
-    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    # With bucket views the tensors that were the weights are the buffers' memory.
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam)
     plain = optim.Adam(pair[1].parameters())
     averages = [[param.detach().clone() for param in module.parameters()] for module in pair]
     for step in range(6):

@@ -13,7 +13,7 @@ from zeroshard_core.spec import TensorSpec, strides_are_dense
 class FlatBuffer:
     """One flat tensor that holds others as views.
 
-    Only :meth:`adopt` and :meth:`release` change which tensors are views of it. The storage, its views and the adopted
+    Only :meth:`adopt` makes tensors views of it. The storage, its views and the adopted
     tensors share memory, so any code that holds one of them may write the elements. Writing through one does not
     advance the version counters of the others. A caller must advance them itself if autograd does not see its writes.
 
@@ -32,7 +32,6 @@ class FlatBuffer:
         self.storage = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self._slots: dict[int, Slot] = {slot.tensor: slot for slot in layout.slots}
         self._specs = {index: specs[index] for index in self._slots}
-        self._adopted: dict[int, tuple[torch.Tensor, tuple[object, ...]]] = {}
 
     def view(self, tensor: int) -> torch.Tensor:
         """Return the view of a tensor's place, with the shape and strides of its spec.
@@ -69,24 +68,6 @@ class FlatBuffer:
             view = views[index]
             view.copy_(tensor.detach())
             tensor.data = view
-            self._adopted[index] = (tensor, _place(tensor))
-
-    def rebound(self) -> tuple[int, ...]:
-        """List the adopted tensors whose ``.data`` is no longer the view.
-
-        Compares address, dtype, shape, strides and device of each tensor, and reads no data.
-        """
-        return tuple([index for index, (tensor, place) in self._adopted.items() if _place(tensor) != place])
-
-    def release(self) -> None:
-        """Give each adopted tensor a storage of its own again, with the same values and memory format.
-
-        Tensors whose ``.data`` was rebound are forgotten and not changed.
-        """
-        while self._adopted:
-            _, (tensor, place) = self._adopted.popitem()
-            if _place(tensor) == place:
-                tensor.data = tensor.detach().clone()
 
     def _check(self, index: int, tensor: torch.Tensor, view: torch.Tensor) -> None:
         for what, found, expected in (
@@ -138,10 +119,3 @@ def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if all(size == 1 or a == b for size, a, b in zip(view.shape, like.stride(), view.stride(), strict=True)):
         return view.as_strided(view.shape, like.stride())
     return view
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return where the data of a tensor lies, and how the tensor reads it."""
-    if tensor.layout is not torch.strided:
-        return (tensor.layout,)
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)

@@ -167,9 +167,9 @@ class Engine:
     def update_layout(self) -> Layout:
         """Return the layout that fits the user's changes since the last step.
 
-        Hyperparameters are copied to the local optimizer. If parameters' data was rebound but not converted, buffers
-        are laid out again at once: it concerns no other rank. All ranks must agree on another layout before it is
-        adopted.
+        Hyperparameters are copied to the local optimizer. If parameters' data was rebound but not converted, it is
+        copied into its flat buffer, or without one everything is laid out again, at once: it concerns no other rank.
+        All ranks must agree on another layout before it is adopted.
 
         Raises:
             Exception: an error in the parameters or groups; the other ranks must be told.
@@ -185,6 +185,9 @@ class Engine:
         """Like :meth:`update_layout`, but only for the parameters."""
         layout = self.layout
         moved = self.buffers.moved()
+        if moved and self.buffers.restore(layout.plan):
+            self.local.rebind()
+            moved = self.buffers.moved()
         if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self.policy, layout, self.groups)
             if self.exchange is not None:
@@ -246,6 +249,7 @@ class Engine:
                 with agreed(self.coordinator, "add_param_group()") as proposal:
                     proposal.set(layout.config)
                     self.check_allowed()
+                    self.current_layout()
                     classes = [*self.policy.classes, append()]
                     policy = with_classes(self.policy, classes, self.groups)
                     layout = next_layout(policy, layout, self.groups)

@@ -58,7 +58,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
-            copying. ``param.data`` then points into a buffer.
+            copying. ``param.data`` then points into a buffer. If it is rebound to a tensor of the same shape, dtype and
+            device, the next call copies that back; another one raises.
         overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
             optimizers only), ``"level"`` or :func:`zeroshard_core.level` (tensors of classes that are not elementwise
@@ -148,6 +149,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's shards and broadcast the new values. Collective.
 
         Parameters may have been frozen, unfrozen or rebound since the last step, or converted while they had no state.
+        With ``parameters_as_bucket_view`` rebound data is copied back into its buffer, and a conversion raises.
 
         Args:
             closure: re-evaluates the model and returns the loss. Pass one on every rank or on none, unchecked.

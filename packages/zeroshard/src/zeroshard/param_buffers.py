@@ -7,9 +7,9 @@ from itertools import groupby
 
 import torch
 from zeroshard_comm import Coordinator, ParameterBroadcaster, Segment, choose_broadcaster
-from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
+from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, bucket_layouts, storage_view
 
-from zeroshard.plan.groups import same_place
+from zeroshard.plan.layout import label_in
 
 _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
@@ -66,7 +66,7 @@ def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
 class ParamBuffers:
     """Owns the flat buffers of the parameters, if requested.
 
-    Only :meth:`lay_out` changes it; a step only reads it.
+    Only :meth:`lay_out` changes it; a step only reads it. A parameter that was packed stays in its buffer.
 
     Args:
         coordinator: the channel of the group.
@@ -79,7 +79,7 @@ class ParamBuffers:
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:
         self._coordinator, self._as_bucket_view = coordinator, as_bucket_view
         self._buffers: list[FlatBuffer] = []
-        self._packed: dict[int, TensorSpec] = {}
+        self._packed: dict[int, FlatBuffer] = {}
         self._params: list[torch.Tensor] = []
         self._found: _Places = ([], [], [])
 
@@ -93,11 +93,7 @@ class ParamBuffers:
         return _places(self._params) != self._found
 
     def lay_out(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
-        """Lay out and prepare everything for these parameters and this plan.
-
-        Parameters that were packed already stay where they are, and are packed again if their ``.data`` was rebound.
-        Only what is active is broadcast.
-        """
+        """Lay out and prepare everything for these parameters and this plan. Only what is active is broadcast."""
         self._params = list(params)
         if self._as_bucket_view:
             self._pack(plan, active)
@@ -112,30 +108,45 @@ class ParamBuffers:
         )
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
-        """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
-        kept: list[FlatBuffer] = []
-        for buffer in self._buffers:
-            members = _members(buffer.layout)
-            if all(
-                same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
-                for i in members
-            ):
-                # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have exchanged
-                # their data, or an average and the weights; and the user may hold what it replaces.
-                kept.append(self._filled(buffer.layout, plan) if buffer.rebound() else buffer)
-            else:
-                buffer.release()
-        packed = {i for buffer in kept for i in _members(buffer.layout)}
-        wanted = [index for index, is_active in enumerate(active) if is_active and index not in packed]
-        self._buffers = kept + [self._filled(layout, plan) for layout in bucket_layouts(plan, tensors=wanted)]
-        self._packed = {i: plan.tensors[i] for buffer in self._buffers for i in _members(buffer.layout)}
+        """Pack parameters that became active."""
+        wanted = [index for index, is_active in enumerate(active) if is_active and index not in self._packed]
+        for layout in bucket_layouts(plan, tensors=wanted):
+            members = {slot.tensor: self._params[slot.tensor] for slot in layout.slots}
+            buffer = FlatBuffer(layout, plan.tensors, next(iter(members.values())).device)
+            buffer.adopt(members)
+            self._buffers.append(buffer)
+            self._packed |= dict.fromkeys(members, buffer)
 
-    def _filled(self, layout: BucketLayout, plan: Plan) -> FlatBuffer:
-        """Make a buffer that has adopted the parameters of a layout."""
-        members = _members(layout)
-        buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
-        buffer.adopt({i: self._params[i] for i in members})
-        return buffer
+    def restore(self, plan: Plan) -> bool:
+        """Copy packed parameters whose ``.data`` was rebound back into their buffers; return whether there are any.
+
+        Raises:
+            RuntimeError: if one has another shape, dtype, device or memory format than its place; then none is copied.
+        """
+        rebound: dict[int, torch.Tensor] = {}
+        for index, buffer in self._packed.items():
+            param, view = self._params[index], buffer.view(index)
+            fits = (param.shape, param.dtype, param.device) == (view.shape, view.dtype, view.device)
+            strides = zip(param.shape, param.stride(), view.stride(), strict=True) if fits else ()
+            is_alike = fits and all(size == 1 or here == there for size, here, there in strides)
+            if not is_alike and not (fits and param.is_contiguous()):
+                raise RuntimeError(
+                    f"{label_in(plan, index)} is a view of a flat buffer, and its .data was rebound to a tensor of "
+                    f"{_form(param)}, which cannot be copied into its place of {_form(view)}: convert the model before "
+                    f"the optimizer is built, or build it with parameters_as_bucket_view=False"
+                )
+            if not is_alike or param.data_ptr() != view.data_ptr():
+                rebound[index] = param
+        storages = {buffer.storage.untyped_storage().data_ptr() for buffer in self._buffers}
+        for param in rebound.values():
+            if param.untyped_storage().data_ptr() in storages:
+                # Two parameters may have exchanged their data: its values must outlast the others' copies.
+                param.data = param.detach().clone()
+        for index, param in rebound.items():
+            self._packed[index].adopt({index: param})
+        # A graph may have saved what was there.
+        torch.autograd.graph.increment_version([*rebound.values()])
+        return bool(rebound)
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
         """Return as few segments as possible that are sent for some parameters, in the same order on every rank."""
@@ -155,8 +166,8 @@ class ParamBuffers:
         return found
 
 
-def _members(layout: BucketLayout) -> list[int]:
-    return [slot.tensor for slot in layout.slots]
+def _form(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype} on {tensor.device}"
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:

@@ -374,15 +374,19 @@ class GradExchange:
         if not self.mode.is_interleaved:
             return
         engine = self._engine
-        seen = look(engine, in_backward=True)
-        is_alike = seen.error is None and seen.layout is engine.layout
+        # Rebound data is copied into its buffer after the backward, which may still read what is there.
+        is_moved = engine.buffers.moved()
+        seen = Seen(engine.layout) if is_moved else look(engine, in_backward=True)
+        is_alike = not is_moved and seen.error is None and seen.layout is engine.layout
         self._may_step = is_alike and self.uses_all and engine.local.may_step_in_parts
         self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
         self._seen = replace(seen, is_agreed=self._steps_buckets)
 
     def _step(self, early_steps: EarlySteps) -> None:
         seen = self._seen
-        if seen is not None:
+        if seen is not None and not seen.is_agreed and self._engine.buffers.moved():
+            seen = look(self._engine)
+        elif seen is not None:
             try:
                 self.check()
             except RuntimeError as error:
