@@ -115,6 +115,9 @@ def test_several_optimizers_are_refused_on_every_rank(framework):
             super().__init__()
             self.model, self.automatic_optimization = torch.nn.Linear(4, 4), False
 
+        def training_step(self, batch):
+            raise AssertionError
+
         def configure_optimizers(self):
             return [made([param], torch.optim.SGD, lr=0.1) for param in self.model.parameters()]
 
