@@ -274,6 +274,21 @@ def test_what_was_frozen_and_unfrozen_and_added() -> None:
 
 
 @two_ranks
+def test_an_average_that_is_loaded_for_a_frozen_layer_is_applied_on_all_ranks() -> None:
+    saved = Sides()
+    saved.train(range(3))
+    saved.sharded.consolidate_state_dict()
+    model = copy.deepcopy(saved.model)
+    model[:3].requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2)
+    average = AveragedParameters(sharded, ema())
+    sharded.load_state_dict(saved.sharded.state_dict() if dist.get_rank() == 0 else {}, from_rank=0)
+    with average.applied():
+        assert_bitwise_equal(model, saved.averaged.module, "in the block")
+    assert_bitwise_equal(model, saved.model, "after the block")
+
+
+@two_ranks
 def test_refused() -> None:
     sides = Sides()
     sides.train(range(1))

@@ -292,6 +292,31 @@ def test_a_checkpoint_of_a_partly_frozen_model_is_loaded_into_one_that_is_not(pa
     assert_same_state(saved_everywhere(resumed), plain.state_dict())
 
 
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@PARTITIONS
+@VIEWS
+def test_state_of_a_frozen_tensor_is_loaded_and_stays_with_its_owner(partition: str, as_bucket_view: bool) -> None:
+    model, reference = twins()
+    plain = optim.Adam(reference.parameters())
+    train([(reference, plain)], range(2))
+    model.load_state_dict(reference.state_dict())
+    model[:3].requires_grad_(False)
+    reference[:3].requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
+    )
+    owners = sharded.plan.owners
+    sharded.load_state_dict(copy.deepcopy(plain.state_dict()))
+    train([(model, sharded), (reference, plain)], range(2, 4))
+    assert_same_state(saved_everywhere(sharded), plain.state_dict())
+    for module in (model, reference):
+        module.requires_grad_(True)
+    train([(model, sharded), (reference, plain)], range(4, 6))
+    assert_bitwise_equal(model, reference, "after unfreezing")
+    assert_same_state(saved_everywhere(sharded), plain.state_dict())
+    assert sharded.plan.owners == owners
+
+
 class Lists(optim.SGD):
     """Keeps tensors in lists and dicts, and moves parameters by them."""
 

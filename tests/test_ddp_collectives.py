@@ -652,8 +652,7 @@ def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
         register_reduce_to_owner(ddp, optimizer, norms=False)
     else:
         register(hook, ddp, optimizer)
-    # After some alike, buckets are expected to stay, so that no rank asks what was unfrozen.
-    for number in range(7):
+    for number in range(4):
         issued.clear()
         optimizer.zero_grad()
         ddp(batch(number)).square().mean().backward()

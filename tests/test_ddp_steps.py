@@ -1,14 +1,14 @@
-"""What comes between a backward and its step: nothing, other owners, a further group, or a closure that fails."""
+"""What comes between a backward and its step: nothing, an unfrozen layer, a group, or a closure that fails."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_training import HOOKS, Twins, batch
 from torch import nn, optim
 from training import EVERYWHERE
@@ -76,11 +76,13 @@ def frozen_at_first(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Thawed(Twins):
-    """Two layers are trained only after the optimizer was built: the next layout deals them out anew."""
+    """Two layers were frozen when the optimizer was built, and no longer when its hook was registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, hook: str = "owner", **arguments: Any) -> None:
         settings = {"momentum": 0.9}
-        super().__init__("owner", model=four_layers, optimizer=optim.SGD, settings=settings, groups=frozen_at_first)
+        super().__init__(
+            hook, model=four_layers, optimizer=optim.SGD, settings=settings, groups=frozen_at_first, **arguments
+        )
         self.plain_ddp.requires_grad_(True)
 
     def register(self, *args: Any) -> None:
@@ -89,8 +91,28 @@ class Thawed(Twins):
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("views", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_parameters_that_are_unfrozen_and_frozen_again_keep_their_owners(
+    hook: str, views: bool, partition: str
+) -> None:
+    unused = {"find_unused_parameters": True}
+    twins = Thawed(hook, ddp=unused, partition=partition, parameters_as_bucket_view=views)
+    owners, is_frozen = twins.optimizer.plan.owners, [True] * 3 + [False] * 3 + [True] * 2 + [False] * 2
+    assert len({rank for ranks in owners[:2] for rank in ranks}) == 2
+    for number, frozen in enumerate(is_frozen):
+        for ddp, _ in twins.sides:
+            for param in list(ddp.parameters())[:2]:
+                param.requires_grad_(not frozen)
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+    assert twins.optimizer.plan.owners == owners
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("what", ["nothing", "checkpoint"])
-def test_parameters_that_were_unfrozen_have_other_owners_before_the_backward(what: str) -> None:
+def test_parameters_that_were_unfrozen_before_the_first_backward(what: str) -> None:
     twins = Thawed()
     before, given = twins.optimizer.plan.owners, copy.deepcopy(twins.plain.state_dict())
     for ddp, optimizer in twins.sides:
@@ -98,13 +120,8 @@ def test_parameters_that_were_unfrozen_have_other_owners_before_the_backward(wha
         if what == "checkpoint":
             optimizer.load_state_dict(copy.deepcopy(given))
         optimizer.step()
-    assert twins.optimizer.plan.owners != before
+    assert twins.optimizer.plan.owners == before
     twins.check("after the step")
-
-
-def unfreeze(twins: Twins) -> None:
-    twins.ddp.requires_grad_(True)
-    twins.optimizer.step()
 
 
 def add_group(twins: Twins) -> None:
@@ -124,15 +141,40 @@ def thawing() -> Twins:
     return twins
 
 
+def frozen_but_on_rank_1(twins: Twins) -> None:
+    for ddp, _ in twins.sides:
+        for param in list(ddp.parameters())[:2]:
+            param.requires_grad_(dist.get_rank() == 1)
+
+
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_parameters_that_one_rank_alone_has_unfrozen_before_the_backward(rank: int) -> None:
-    twins = thawing()
-    twins.optimizer.step()
-    twins.optimizer.zero_grad()
-    if rank == 1:
-        twins.ddp.requires_grad_(True)
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_parameters_that_one_rank_alone_has_unfrozen_are_stepped_with_its_gradients(hook: str) -> None:
+    twins = Thawed(hook, ddp={"find_unused_parameters": True})
+    frozen_but_on_rank_1(twins)
+    for number in range(3):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_parameters_that_one_rank_alone_has_unfrozen_before_buckets_are_stepped() -> None:
+    twins = Thawed("interleaved", ddp={"find_unused_parameters": True})
+    frozen_but_on_rank_1(twins)
     with pytest.raises(DisagreementError, match=r"tensor 0 .*trainable False here, True there"):
         twins.backward(twins.ddp, 1)
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_parameters_that_are_unfrozen_between_backward_and_step() -> None:
+    twins = thawing()
+    owners = twins.optimizer.plan.owners
+    twins.ddp.requires_grad_(True)
+    twins.optimizer.step()
+    twins.backward(twins.plain_ddp, 0)
+    twins.plain.step()
+    twins.check("after the step")
+    assert twins.optimizer.plan.owners == owners
 
 
 def two_layers_frozen() -> nn.Module:
@@ -153,42 +195,29 @@ def test_parameters_that_are_unfrozen_and_in_no_bucket(iterations: int) -> None:
         twins.optimizer.step()
 
 
-GROWTH = pytest.mark.parametrize("grow", [unfreeze, add_group])
-TOO_EARLY = r"added or unfrozen after a backward\(\) and before its step\(\).*call step\(\) or zero_grad\(\) before"
+TOO_EARLY = r"added after a backward\(\) and before its step\(\).*call step\(\) or zero_grad\(\) before"
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@GROWTH
-@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-def test_parameters_that_are_added_or_unfrozen_between_backward_and_step_are_refused(
-    rank: int, grow: Callable[[Twins], None], where: str
-) -> None:
+def test_a_group_that_is_added_between_backward_and_step_is_refused() -> None:
     twins = thawing()
-    params, owners = list(twins.ddp.parameters()), twins.optimizer.plan.owners
+    params = list(twins.ddp.parameters())
     before = [param.detach().clone() for param in params]
-    # A rank that has unfrozen nothing steps; a group is added by all ranks.
-    is_stepping = where == "on rank 1" and rank == 0 and grow is unfreeze
     with pytest.raises(RuntimeError, match=TOO_EARLY):
-        _ = twins.optimizer.step() if is_stepping else grow(twins)
+        add_group(twins)
     assert all(map(torch.equal, before, params))
-    assert twins.optimizer.plan.owners == owners
     assert len(twins.optimizer.param_groups) == 1
     # What was refused can be done by all ranks after the step.
-    for param in params[:2]:
-        param.requires_grad_(False)
     twins.optimizer.step()
     twins.backward(twins.plain_ddp, 0)
     twins.plain.step()
     twins.check("after the step")
-    grow(twins)
+    add_group(twins)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@GROWTH
 @pytest.mark.parametrize("ended_by", ["step()", "zero_grad()", "zero_grad() to zeros", "a skipped step"])
-def test_what_ends_the_time_in_which_parameters_may_not_be_added_or_unfrozen(
-    grow: Callable[[Twins], None], ended_by: str
-) -> None:
+def test_what_ends_the_time_in_which_no_group_may_be_added(ended_by: str) -> None:
     twins = thawing()
     if ended_by == "step()":
         twins.optimizer.step()
@@ -200,7 +229,7 @@ def test_what_ends_the_time_in_which_parameters_may_not_be_added_or_unfrozen(
         scaler.update()
     else:
         twins.optimizer.zero_grad(set_to_none=ended_by == "zero_grad()")
-    grow(twins)
+    add_group(twins)
     assert_replicas_equal(twins.ddp.parameters())
     twins.ddp.requires_grad_(True)
     for number in range(2, 4):
@@ -212,9 +241,9 @@ def test_what_ends_the_time_in_which_parameters_may_not_be_added_or_unfrozen(
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("alone", [0, 1])
-def test_other_owners_after_one_rank_has_given_its_buckets_back(rank: int, alone: int) -> None:
+def test_another_layout_after_one_rank_has_given_its_buckets_back(rank: int, alone: int) -> None:
     twins = Thawed()
-    before, params = twins.optimizer.plan.owners, list(twins.ddp.parameters())
+    before, params = twins.optimizer.plan, list(twins.ddp.parameters())
     twins.backward(twins.ddp, 0)
     for param in params[:2]:
         param.requires_grad_(False).grad = None
@@ -225,7 +254,8 @@ def test_other_owners_after_one_rank_has_given_its_buckets_back(rank: int, alone
         twins.optimizer.zero_grad()
     twins.ddp.requires_grad_(True)
     twins.optimizer.step()
-    assert twins.optimizer.plan.owners != before
+    assert twins.optimizer.plan != before
+    assert twins.optimizer.plan.owners == before.owners
     assert_replicas_equal(params)
 
 

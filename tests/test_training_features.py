@@ -135,16 +135,19 @@ def test_unfreezing_and_freezing_midway(
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_unfrozen_tensors_are_dealt_out_evenly() -> None:
+def test_frozen_tensors_are_placed_evenly_and_keep_their_owners() -> None:
     model = nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(8)])
     for layer in model[:6]:
         layer.requires_grad_(False)
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    assert sharded.plan.imbalance == 1.0
-    model.requires_grad_(True)
-    set_gradients(model.parameters(), 0)
-    sharded.step()
-    assert sharded.plan.imbalance == 1.0
+    before = sharded.plan
+    assert before.imbalance == 1.0
+    for number in (1, 6):
+        model[:number].requires_grad_(True)
+        set_gradients(model.parameters(), 0)
+        sharded.step()
+        assert sharded.plan.owners == before.owners
+        assert sharded.plan.imbalance == sharded.describe().imbalance == (4 / 3 if number == 1 else 1.0)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

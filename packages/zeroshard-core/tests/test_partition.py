@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_strategies import SMALL_PARTS, WORLD_SIZES, specs
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from zeroshard_core import ALIGNMENT, SMALLEST_PART, Shard, TensorSpec, nbytes, numel, partition, repartition, split
+from zeroshard_core import (
+    ALIGNMENT,
+    SMALLEST_PART,
+    Shard,
+    TensorSpec,
+    nbytes,
+    numel,
+    partition,
+    repartition,
+    split,
+    state_bytes,
+)
 
 NAMES = sorted(SMALL_PARTS)
 names = pytest.mark.parametrize("name", NAMES)
@@ -254,7 +265,7 @@ def test_a_function_that_returns_no_owners_is_refused_by_its_name(returned, word
     with pytest.raises(TypeError, match=f"the strategy 'mine' .*{words}"):
         partition(vectors(3), 2, strategy=mine)
     with pytest.raises(TypeError, match=f"the strategy 'mine' .*{words}"):
-        repartition(partition(vectors(3), 2), vectors(3), place=[0], strategy=mine)
+        repartition(partition(vectors(3), 2), vectors(3, 3), strategy=mine)
 
 
 def test_no_ranks_are_refused():
@@ -288,48 +299,68 @@ def test_a_strategy_may_be_a_function():
 def test_a_function_that_gives_a_tensor_no_owners_that_can_be_is_refused(owners):
     with pytest.raises(ValueError, match="tensor 0 't0'"):
         partition(vectors(3), 2, strategy=lambda *_: [owners])
-    with pytest.raises(ValueError, match="tensor 0 't0'"):
-        repartition(partition(vectors(3), 2), vectors(3), place=[0], strategy=lambda *_: [owners])
+    with pytest.raises(ValueError, match="tensor 1 't1'"):
+        repartition(partition(vectors(3), 2), vectors(3, 3), strategy=lambda *_: [owners])
 
 
 @names
-@given(old=specs(), new=specs(), world_size=WORLD_SIZES, data=st.data())
-def test_repartition_moves_only_what_is_to_be_placed(name, old, new, world_size, data):
+@given(old=specs(), new=specs(), frozen=st.lists(st.booleans(), min_size=12, max_size=12), world_size=WORLD_SIZES)
+def test_repartition_moves_nothing_whatever_was_frozen_or_unfrozen(name, old, new, frozen, world_size):
     before = partition(old, world_size, strategy=SMALL_PARTS[name])
-    place = data.draw(st.sets(st.integers(0, len(old) - 1))) if old else set()
-    after = repartition(before, [*old, *new], place=place, strategy=SMALL_PARTS[name])
+    changed = [replace(spec, trainable=flag) for spec, flag in zip(old, frozen, strict=False)]
+    after = repartition(before, [*changed, *new], strategy=SMALL_PARTS[name])
     assert len(after.tensors) == len(old) + len(new)
-    for index in set(range(len(old))) - place:
+    for index in range(len(old)):
         assert after.of_tensor(index) == before.of_tensor(index)
+    assert sum(after.loads) == sum(spec.numel for spec in [*changed, *new] if spec.trainable)
 
 
 def test_repartition_places_on_top_of_the_loads_of_the_rest():
     before = partition(vectors(10, 4), 2)
-    after = repartition(before, [*vectors(10, 4), TensorSpec("new", (5,), torch.float32)], place=[])
+    after = repartition(before, [*vectors(10, 4), TensorSpec("new", (5,), torch.float32)])
     assert after.of_tensor(2)[0].rank == 1
     assert after.loads == (10.0, 9.0)
 
 
-def test_repartition_places_an_unfrozen_tensor_where_there_is_room():
-    frozen = [*vectors(10, 4), TensorSpec("late", (6,), torch.float32, trainable=False)]
-    thawed = [*frozen[:2], replace(frozen[2], trainable=True)]
-    after = repartition(partition(frozen, 2), thawed, place=[2])
-    assert after.loads == (10.0, 10.0)
+@names
+@given(tensors=specs(), world_size=WORLD_SIZES)
+def test_frozen_tensors_are_placed_after_the_others(name, tensors, world_size):
+    alone = [spec for spec in tensors if spec.trainable]
+    plan, expected = (partition(each, world_size, strategy=SMALL_PARTS[name]) for each in (tensors, alone))
+    assert tuple(o for o, spec in zip(plan.owners, tensors, strict=True) if spec.trainable) == expected.owners
+    # As a group of frozen tensors that is added later.
+    frozen = [spec for spec in tensors if not spec.trainable]
+    late = repartition(expected, [*alone, *frozen], strategy=SMALL_PARTS[name])
+    assert (
+        tuple(o for o, spec in zip(plan.owners, tensors, strict=True) if not spec.trainable)
+        == (late.owners[len(alone) :])
+    )
+
+
+def test_frozen_tensors_fill_up_the_ranks_that_have_less():
+    frozen = [spec for size in (3, 9, 6) for spec in vectors(size, trainable=False)]
+    plan = partition([*vectors(10, 4), *frozen], 2)
+    assert plan.owners == ((0,), (1,), (1,), (1,), (0,))
+    assert plan.loads == (10.0, 4.0)
+    unfrozen = repartition(plan, [replace(spec, trainable=True) for spec in plan.tensors])
+    assert unfrozen.owners == plan.owners
+    assert unfrozen.loads == (16.0, 16.0)
+
+
+def test_a_cost_is_not_asked_for_integers_which_are_never_trained():
+    table = TensorSpec("table", (640,), torch.int64, trainable=False)
+    plan = partition([table, *vectors(3)], 2, cost=state_bytes(torch.optim.Adam))
+    assert plan.weights[0] == 0
 
 
 def test_repartition_refuses_a_kept_tensor_of_another_size():
     with pytest.raises(ValueError, match="'t0' keeps its owners, but has 3 elements instead of 4"):
-        repartition(partition(vectors(4), 2), vectors(3), place=[])
+        repartition(partition(vectors(4), 2), vectors(3))
 
 
 def test_repartition_refuses_to_lose_tensors():
     with pytest.raises(ValueError, match="cannot be taken away"):
-        repartition(partition(vectors(4, 4), 2), vectors(4), place=[])
-
-
-def test_repartition_refuses_an_index_that_is_not_there():
-    with pytest.raises(IndexError, match="tensor 1 is to be placed"):
-        repartition(partition(vectors(4), 2), vectors(4), place=[1])
+        repartition(partition(vectors(4, 4), 2), vectors(4))
 
 
 def test_costs_count_elements_and_bytes():

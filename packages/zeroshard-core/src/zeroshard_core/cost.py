@@ -15,7 +15,7 @@ from zeroshard_core.probe import probe
 from zeroshard_core.spec import TensorSpec
 
 Cost = Callable[[TensorSpec], float]
-"""A function that returns the weight of a tensor: finite, not negative, in any unit. Frozen tensors do not count."""
+"""A function that returns the weight of a tensor: finite, not negative, in any unit."""
 
 _CALL = 1e6
 """Cost of calling an operator, in FLOP-equivalents: 5 us on a CPU that computes matrix products at 200 GFLOP/s."""

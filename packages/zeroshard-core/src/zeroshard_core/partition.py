@@ -8,15 +8,14 @@ from __future__ import annotations
 import heapq
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from types import MappingProxyType
 
 from zeroshard_core.cost import Cost, GroupCost, cost_function, numel
 from zeroshard_core.level import Level, fill_ranks, least_rows
-from zeroshard_core.plan import Plan, cuts
+from zeroshard_core.plan import Plan, check_owners, cuts
 from zeroshard_core.spec import TensorSpec
 
 Owners = tuple[int, ...]
@@ -40,6 +39,9 @@ def partition(
 ) -> Plan:
     """Choose an owner for every element of every tensor.
 
+    Tensors that are not trainable are placed after the others, by what they weigh, on top of them. They do not count in
+    the loads of the plan until they are trainable.
+
     >>> import torch
     >>> specs = [TensorSpec(name, (size,), torch.float32) for name, size in [("a", 3), ("b", 2), ("c", 2)]]
     >>> partition(specs, 2).owners
@@ -49,9 +51,8 @@ def partition(
         tensors: what to place.
         world_size: number of ranks.
         strategy: ``"whole"``, ``"split"``, ``"level"`` (see the functions of these names), the value of :func:`level`,
-            or a function.
-        cost: the weight of a tensor, a function or a dict by name; frozen tensors do not count. A part of a tensor
-            weighs its share of the elements.
+            or a function, which is called again for the tensors that are not trainable.
+        cost: the weight of a tensor, a function or a dict by name. A part of a tensor weighs its share of the elements.
         smallest_part: fewest elements of a part of a cut tensor; ``"whole"`` and functions ignore it.
         groups: replaces ``cost``: the costs of the tensors of each ``TensorSpec.group``. ``"level"`` needs it.
 
@@ -67,9 +68,7 @@ def partition(
             tensor, or the cost is not a function or does not return numbers.
     """
     empty = Plan(world_size, (), (), (0.0,) * max(0, world_size))
-    plan = repartition(
-        empty, tensors, place=(), strategy=strategy, cost=cost, smallest_part=smallest_part, groups=groups
-    )
+    plan = repartition(empty, tensors, strategy=strategy, cost=cost, smallest_part=smallest_part, groups=groups)
     if (strategy == "level" or isinstance(strategy, Level)) and (plan.useful_ranks or world_size) < world_size:
         whole = [index for index, ranks in enumerate(plan.owners) if len(ranks) == 1]
         name = plan.tensors[max(whole, key=plan.weights.__getitem__)].name
@@ -82,20 +81,18 @@ def repartition(
     plan: Plan,
     tensors: Sequence[TensorSpec],
     *,
-    place: Collection[int],
     strategy: str | Strategy | Level = "whole",
     cost: Cost | Mapping[str, float] = numel,
     smallest_part: int = SMALLEST_PART,
     groups: Sequence[GroupCost] = (),
 ) -> Plan:
-    """Place some tensors again. The other tensors keep their owners, and their loads count.
+    """Place tensors that were added, on top of the loads of the others, which keep their owners.
 
     Args:
         plan: the plan so far.
         tensors: the new full list: the tensors of ``plan`` at their places, perhaps frozen, unfrozen or of another
-            dtype, and any new tensors after them.
-        place: indices of the tensors to place again. New tensors are always placed.
-        strategy: as for :func:`partition`; it sees only the tensors to place, in order.
+            dtype, and more after them.
+        strategy: as for :func:`partition`; it sees only the tensors that were added, in order.
         cost: as for :func:`partition`.
         smallest_part: as for :func:`partition`.
         groups: as for :func:`partition`.
@@ -105,19 +102,13 @@ def repartition(
 
     Raises:
         TypeError: as :func:`partition`.
-        ValueError: as :func:`partition`, or if tensors of ``plan`` are missing, or a tensor that keeps its owners has
-            another number of elements.
-        IndexError: if an index in ``place`` is out of range.
+        ValueError: as :func:`partition`, or if tensors of ``plan`` are missing, or one has another number of elements.
     """
-    specs, known = tuple(tensors), len(plan.tensors)
+    specs, known, ranks = tuple(tensors), len(plan.tensors), plan.world_size
     if len(specs) < known:
         raise ValueError(f"the plan has {known} tensors, but only {len(specs)} are given; tensors cannot be taken away")
-    chosen = {*place, *range(known, len(specs))}
-    for index in chosen:
-        if not 0 <= index < len(specs):
-            raise IndexError(f"tensor {index} is to be placed, but there are {len(specs)} tensors")
     for index, (before, now) in enumerate(zip(plan.tensors, specs, strict=False)):
-        if index not in chosen and before.numel != now.numel:
+        if before.numel != now.numel:
             raise ValueError(
                 f"tensor {index} {now.name!r} keeps its owners, but has {now.numel} elements instead of {before.numel}"
             )
@@ -127,42 +118,50 @@ def repartition(
         if not 0 <= spec.group < len(groups):
             raise ValueError(f"tensor {index} {spec.name!r} is of group {spec.group}, but `groups` are {len(groups)}")
     work = _weight((lambda spec: groups[spec.group].work(spec)) if groups else cost)
-    state = _weight(lambda spec: groups[spec.group].state(spec), "state")
-    weights, states = [float(work(spec)) for spec in specs], [float(state(spec)) for spec in specs if groups]
-
-    def loads(values: Sequence[float]) -> tuple[float, ...]:
-        return _loads(plan, [0.0 if index in chosen else values[index] for index in range(known)])
-
-    placed = sorted(chosen)
-    to_place = [specs[index] for index in placed]
-    if strategy == "level" or isinstance(strategy, Level):
-        if not groups:
-            raise ValueError('the strategy "level" needs `groups`: what the tensors of each param group cost')
-        # If no class has state, balance the bytes of the parameters instead.
-        sizes = states if any(states) else [float(spec.nbytes * spec.trainable) for spec in specs]
-        may_cut = [sizes[index] > 0 and groups[specs[index].group].elementwise for index in placed]
-        found = fill_ranks(
-            to_place,
-            [weights[index] for index in placed],
-            [sizes[index] for index in placed],
-            [least_rows(spec, smallest_part) if cut else None for spec, cut in zip(to_place, may_cut, strict=True)],
-            loads(weights),
-            loads(sizes),
-            strategy.state_cap if isinstance(strategy, Level) else Level.state_cap,
-            must_fit=isinstance(strategy, Level),
-        )
-    else:
-        found = [(ranks, ()) for ranks in _placed(strategy, to_place, loads(weights), work, smallest_part)]
+    state = _weight(lambda spec: groups[spec.group].state(spec) if groups else 0.0, "state")
+    trained = [spec.trainable for spec in specs]
+    # Frozen tensors come last: those that are trained are spread as if there were no others.
+    passes = [trained] if all(trained[known:]) else [trained, [True] * len(specs)]
+    works, states = (
+        [float(weigh(spec)) if asks else 0.0 for spec, asks in zip(specs, passes[-1], strict=True)]
+        for weigh in (work, state)
+    )
     owners, starts = ([*kept, *[()] * (len(specs) - len(kept))] for kept in (plan.owners, plan.starts))
-    for index, (ranks, rows) in zip(placed, found, strict=True):
-        owners[index], starts[index] = ranks, rows
-    # Validate the owners before weighing them: the caller's strategy may return ranks that do not exist.
-    after = Plan(plan.world_size, specs, tuple(owners), (0.0,) * plan.world_size, starts=tuple(starts))
-    return replace(
-        after,
-        loads=_loads(after, weights),
-        heaviest=max((weight for weight, ranks in zip(weights, owners, strict=True) if len(ranks) == 1), default=0.0),
-        state_loads=_loads(after, states) if groups else (),
+    for counts in passes:
+        part = [index for index in range(known, len(specs)) if counts[index] and not owners[index]]
+        to_place, weights = [specs[index] for index in part], _counted(works, counts)
+        loads = _loads(ranks, specs, owners, starts, weights)
+        if strategy == "level" or isinstance(strategy, Level):
+            if not groups:
+                raise ValueError('the strategy "level" needs `groups`: what the tensors of each param group cost')
+            # If no class has state, the bytes of the parameters stand for it.
+            sizes = _counted(states if any(_counted(states, counts)) else [spec.nbytes for spec in specs], counts)
+            may_cut = [sizes[index] > 0 and groups[specs[index].group].elementwise for index in part]
+            found = fill_ranks(
+                to_place,
+                [weights[index] for index in part],
+                [sizes[index] for index in part],
+                [least_rows(spec, smallest_part) if cut else None for spec, cut in zip(to_place, may_cut, strict=True)],
+                loads,
+                _loads(ranks, specs, owners, starts, sizes),
+                strategy.state_cap if isinstance(strategy, Level) else Level.state_cap,
+                must_fit=isinstance(strategy, Level) and counts is trained,
+            )
+        else:
+            found = [(owning, ()) for owning in _placed(strategy, to_place, loads, work, smallest_part)]
+        for index, (owning, rows) in zip(part, found, strict=True):
+            # Check them before they are weighed: the caller's strategy may return ranks that do not exist.
+            check_owners(index, specs[index], owning, ranks)
+            owners[index], starts[index] = owning, rows
+    weights = _counted(works, trained)
+    return Plan(
+        ranks,
+        specs,
+        tuple(owners),
+        _loads(ranks, specs, owners, starts, weights),
+        heaviest=max((weight for weight, owning in zip(weights, owners, strict=True) if len(owning) == 1), default=0.0),
+        starts=tuple(starts),
+        state_loads=_loads(ranks, specs, owners, starts, _counted(states, trained)) if groups else (),
         weights=tuple(weights),
         classes=tuple(f"{group.name} (cost assumed)" if group.is_assumed else group.name for group in groups),
     )
@@ -254,13 +253,24 @@ def _shares(spec: TensorSpec, weight: float, parts: int, starts: Sequence[int] =
     return [weight * (stop - start) / spec.rows for start, stop in pairwise(cuts(spec, parts, starts))]
 
 
-def _loads(plan: Plan, weights: Sequence[float]) -> tuple[float, ...]:
-    loads = [0.0] * plan.world_size
-    for spec, ranks, starts, weight in zip(plan.tensors, plan.owners, plan.starts or repeat(()), weights, strict=False):
+def _counted(weights: Sequence[float], counts: Sequence[bool]) -> list[float]:
+    return [float(weight) if is_counted else 0.0 for weight, is_counted in zip(weights, counts, strict=True)]
+
+
+def _loads(
+    world_size: int,
+    tensors: Sequence[TensorSpec],
+    owners: Sequence[Owners],
+    starts: Sequence[tuple[int, ...]],
+    weights: Sequence[float],
+) -> tuple[float, ...]:
+    """Return what the tensors that have owners already weigh, per rank."""
+    loads = [0.0] * world_size
+    for spec, ranks, rows, weight in zip(tensors, owners, starts, weights, strict=True):
         if len(ranks) == 1:
             loads[ranks[0]] += weight
-        else:
-            for rank, share in zip(ranks, _shares(spec, weight, len(ranks), starts), strict=True):
+        elif ranks:
+            for rank, share in zip(ranks, _shares(spec, weight, len(ranks), rows), strict=True):
                 loads[rank] += share
     return tuple(loads)
 
@@ -268,7 +278,7 @@ def _loads(plan: Plan, weights: Sequence[float]) -> tuple[float, ...]:
 def _weight(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
     if cost is numel:
         # The default needs no check and is called often.
-        return lambda spec: spec.numel if spec.trainable else 0
+        return numel
     weigh = cost_function(cost)
     if not callable(weigh):
         raise TypeError(
@@ -276,7 +286,8 @@ def _weight(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
         )
 
     def weight(spec: TensorSpec) -> float:
-        if not spec.trainable:
+        if not (spec.trainable or spec.dtype.is_floating_point or spec.dtype.is_complex):
+            # Integers are never trained, and the cost need not know them.
             return 0.0
         weighed = weigh(spec)
         try:

@@ -82,7 +82,7 @@ class Plan:
             raise ValueError(f"there are {len(self.tensors)} tensors, but owners of {len(self.owners)}")
         for index, (spec, ranks) in enumerate(zip(self.tensors, self.owners, strict=True)):
             if len(ranks) != 1 or not 0 <= ranks[0] < self.world_size:
-                _check_owners(index, spec, ranks, self.world_size)
+                check_owners(index, spec, ranks, self.world_size)
         if self.starts:
             if len(self.starts) != len(self.tensors):
                 raise ValueError(f"there are {len(self.tensors)} tensors, but first rows of {len(self.starts)}")
@@ -264,7 +264,8 @@ def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
     return [*[(place * least + min(place, larger)) * step for place in range(parts)], spec.rows]
 
 
-def _check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_size: int) -> None:
+def check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_size: int) -> None:
+    """Raise a ValueError that names the tensor if it cannot belong to these ranks."""
     named = f"tensor {index} {spec.name!r}"
     if not ranks:
         raise ValueError(f"{named} has no owner")

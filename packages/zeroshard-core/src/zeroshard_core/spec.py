@@ -27,7 +27,7 @@ class TensorSpec:
         dtype: element type.
         device: logical device, for example ``"cpu"`` or ``"cuda:0"``. Devices of a rank are numbered in the order in
             which they appear, so that the number is equal on all ranks.
-        trainable: whether the tensor requires a gradient; a frozen tensor does not count in a partition.
+        trainable: whether the tensor requires a gradient; frozen tensors are placed after the others, without a load.
         group: index of its param group.
         stride: ``None`` if contiguous, else the strides (in elements) of a non-overlapping and dense tensor.
         numel: number of elements, computed from the shape.

@@ -139,7 +139,7 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     costs = [*map(cost_of, optimizer.param_groups, kinds)]
     try:
         # The same owners, weighed by their state.
-        loads = repartition(plan, plan.tensors, place=(), cost=lambda spec: costs[spec.group](spec)).loads
+        loads = repartition(plan, plan.tensors, cost=lambda spec: costs[spec.group](spec)).loads
     except ValueError:
         return f"Optimizer state, sharded by zeroshard: unknown before the first step of {names}"
     return (

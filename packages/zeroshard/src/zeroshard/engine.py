@@ -213,12 +213,6 @@ class Engine:
         self.params = parameters_of(self.groups)
         self._lay_out()
 
-    def fix_owners(self, tensors: frozenset[int]) -> None:
-        """Let tensors with loaded state keep their owners, also if they are unfrozen later; the same on all ranks."""
-        fixed = self.layout.fixed | tensors
-        if fixed != self.layout.fixed:
-            self.layout = next_layout(self.policy, replace(self.layout, fixed=fixed), self.groups)
-
     def to_text(self) -> str:
         """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
         return with_settings(self.layout, self.hyperparameters.agreed).to_json()
@@ -230,13 +224,18 @@ class Engine:
         if self.exchange is not None:
             self.exchange.buckets.lay_out()
 
+    def ever_trained(self) -> tuple[bool, ...]:
+        """Tell per tensor whether it was trainable in a step, or has state on any rank; the same on all ranks."""
+        tensors = self.layout.plan.tensors
+        return tuple([spec.trainable or index in self.metadata for index, spec in enumerate(tensors)])
+
     def broadcast_params(self) -> None:
-        """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.
+        """Send the owners' values of what was :meth:`ever_trained` to all ranks outside of a step. Collective.
 
         Ranks must agree on something afterwards, as others may still be reading.
         """
-        buffers, fixed = ParamBuffers(self.coordinator, as_bucket_view=False), self.layout.fixed
-        buffers.lay_out(self.params, self.layout.plan, [index in fixed for index in range(len(self.params))])
+        buffers = ParamBuffers(self.coordinator, as_bucket_view=False)
+        buffers.lay_out(self.params, self.layout.plan, self.ever_trained())
         broadcast_all([buffers.broadcast])
 
     def add_param_group(self, append: Callable[[], GroupClass]) -> None:

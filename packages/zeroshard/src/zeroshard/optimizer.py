@@ -162,8 +162,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
             RuntimeError: if a hook steps during backward, and there was not exactly one such backward since the last
-                step(), or hyperparameters or gradients have changed since; then until a state is loaded. With any hook,
-                if parameters were unfrozen since a backward. After Ctrl-C in a collective call: build a new optimizer.
+                step(), or hyperparameters or gradients have changed since; then until a state is loaded. After Ctrl-C
+                in a collective call: build a new optimizer.
             Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
                 equal then, except parameters that a rank has converted.
         """

@@ -70,6 +70,8 @@ class OptimizerDescription:
         rank, world_size: of the process group.
         partition: the name of the strategy.
         groups: the param groups, in words.
+        imbalance: the largest load over the mean load of all ranks, see :attr:`zeroshard_core.Plan.imbalance`. Tensors
+            that were never trainable in a step do not count.
         owned_bytes: what this rank owns of the parameters.
         state_bytes_here: what this rank holds of the state.
         tensors: the parameters.
@@ -85,6 +87,7 @@ class OptimizerDescription:
     world_size: int
     partition: str
     groups: tuple[str, ...]
+    imbalance: float
     owned_bytes: int
     state_bytes_here: int
     tensors: tuple[TensorDescription, ...]
@@ -103,6 +106,7 @@ class OptimizerDescription:
             f"{self.optimizer}, rank {self.rank} of {self.world_size}, partition {self.partition!r}",
             f"parameters here: {owned} of {len(self.tensors)} tensors, {format_bytes(self.owned_bytes)} of "
             f"{format_bytes(everything)}",
+            f"imbalance: {self.imbalance:.3f}",
             here if everywhere else "state: none yet",
             *[f"group {number}: {group}" for number, group in enumerate(self.groups)],
             f"a step sends from here: {format_bytes(self.step_bytes)}",
@@ -161,6 +165,7 @@ def describe(engine: Engine) -> OptimizerDescription:
             + (f", lr {group['lr']}" if "lr" in group else "")
             for group, each in zip(engine.groups, engine.policy.classes, strict=True)
         ),
+        plan.imbalance,
         sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)),
         sum(map(_nbytes, [*state.values(), *others])),
         tensors,

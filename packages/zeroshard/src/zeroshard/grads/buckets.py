@@ -68,10 +68,6 @@ class Buckets:
         """Take over another layout of the engine, or parameters that have moved; errors as :meth:`check_layout`."""
         params, layout = self._engine.params, self._engine.layout
         self.check_layout(params, layout)
-        for tensor in self.unstepped:
-            # Of a step that was skipped, since `check_layout` has let them pass.
-            if self._layout.plan.of_tensor(tensor) != layout.plan.of_tensor(tensor):
-                self._params[tensor].grad = None
         self._params, self._layout = params, layout
         self._gradients.operations.rebuild(layout.plan)
         self._gradients.rebuild(params, layout.plan, self._engine.local)
@@ -83,16 +79,13 @@ class Buckets:
         """Raise the errors of :meth:`lay_out` that may occur on one rank only, before the ranks agree on a layout.
 
         Raises:
-            RuntimeError: if parameters are new or unfrozen, and owners may change, while gradients wait for a step.
+            RuntimeError: if parameters are new while gradients wait for a step.
             ValueError: if parameters cannot be exchanged in buckets.
         """
-        had = self._layout.active
-        grows = len(params) > len(had) or any(
-            now and not before for now, before in zip(layout.active, had, strict=False)
-        )
+        grows = len(params) > len(self._params)
         if grows and self.unstepped and not self._gradients.operations.skips_step:
             raise RuntimeError(
-                f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of "
+                f"parameters were added after a backward() and before its step(), and the gradient of "
                 f"{label_in(layout.plan, self.unstepped[0])} waits for it: call step() or zero_grad() before"
             )
         if common_device(params, layout) != self.device:
@@ -119,12 +112,6 @@ class Buckets:
             return ParamBroadcast([], [])
         broadcaster = self.transport.broadcaster(self._engine.buffers.segments(self._layout.plan, tensors))
         return ParamBroadcast([self._params[i] for i in tensors], [broadcaster])
-
-    def are_settled(self, first: Bucket) -> bool:
-        """Whether a backward that begins with this bucket has none but known ones, of which no parameter is frozen."""
-        known = self.by_index.get(first.index)
-        is_alike = known is not None and known.has_params(first)
-        return is_alike and self._alike >= _SETTLED and all(map(self._layout.active.__getitem__, self._known))
 
     @property
     def unstepped(self) -> Sequence[int]:
@@ -166,7 +153,9 @@ class Buckets:
     def unarrived(self) -> str:
         """Name the parameters whose gradients have not come in this backward, for messages."""
         arrived = {tensor for state in self.arrived for tensor in state.tensors}
-        missing = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in arrived]
+        # Some may have been frozen or unfrozen since the last step.
+        active = zip(self._params, self._layout.active, strict=True)
+        missing = [i for i, (param, was) in enumerate(active) if (was or param.requires_grad) and i not in arrived]
         unused = [i for i in missing if self._params[i].grad is None or not self._params[i].requires_grad] or missing
         return ", ".join(label_in(self._layout.plan, i) for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 

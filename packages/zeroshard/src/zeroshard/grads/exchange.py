@@ -36,7 +36,7 @@ from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.param_buffers import ParamBroadcast
-from zeroshard.plan.groups import active_mask, check_capture
+from zeroshard.plan.groups import check_capture
 from zeroshard.step import Seen, look
 
 if TYPE_CHECKING:
@@ -144,8 +144,6 @@ class GradExchange:
         bucket = self._numbered(bucket)
         if bucket.index == 0:
             check_capture(engine.coordinator.ranks, bucket.params, engine.layout.plan)
-            if not (all(engine.layout.active) or self.buckets.are_settled(bucket)):
-                self._take_over_unfrozen()
         try:
             return self._send(bucket, reduce)
         except BaseException as error:
@@ -286,18 +284,6 @@ class GradExchange:
             return replace(bucket, index=len(before), announced=bucket.index)
         self._engine.mark_broken(error)
         raise error
-
-    def _take_over_unfrozen(self) -> None:
-        """Choose the owners of unfrozen parameters before their gradients are sent. Collective."""
-        engine = self._engine
-        active = zip(active_mask(engine.params), engine.layout.active, strict=True)
-        # With gradients that wait for a step, the step refuses.
-        grows = any(now and not before for now, before in active) and not self.buckets.unstepped
-        if engine.coordinator.agree("backward()", flag=grows):
-            with agreed(engine.coordinator, "backward()") as proposal:
-                layout = engine.update_layout()
-                proposal.set(layout.config)
-            engine.adopt(layout)
 
     # ------------------------------------------------------------------ what a step asks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,8 +106,8 @@ class AveragedParameters:
                         raise RuntimeError("there is no average of the parameters yet: call update() after step()")
                 engine.adopt(layout)
                 with agreed(engine.coordinator, f"the memory for {name}"):
-                    for index in sorted(layout.fixed):
-                        originals[engine.params[index]] = engine.params[index].detach().clone()
+                    for param in compress(engine.params, engine.ever_trained()):
+                        originals[param] = param.detach().clone()
                     self._averages.write()
                 engine.broadcast_params()
                 engine.coordinator.agree(f"the end of {name}")

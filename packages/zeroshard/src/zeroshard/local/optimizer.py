@@ -72,7 +72,7 @@ class LocalOptimizer:
         check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, *built], built[0])
 
     def rebuild(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
-        """Take over a plan that adds groups, or gives tensors without state on any rank another owner."""
+        """Take over a plan that adds groups, or in which tensors without state lie differently in memory."""
         members, self._plan = self._members(groups, plan), plan
         known = {shard.tensor for shard in self.shards.values()}
         arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
@@ -100,8 +100,9 @@ class LocalOptimizer:
                 self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
-        """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
+        """Point detached shards at their parameters' present storage, and freeze or unfreeze them as these are."""
         for shard in self._detached:
+            shard.tensor.requires_grad_(shard.param.requires_grad)
             if not shard.is_master:
                 shard.tensor.data = shard.local_view
         self.extra.rebuild([*self.shards.values()])

@@ -20,8 +20,8 @@ def with_classes(
 ) -> Policy:
     """Return a policy for these groups, as the user has written them, and their classes; it knows those before.
 
-    Where a class cannot be stepped on a tensor, its state counts as much as the tensor; that raises ValueError if
-    ``strict``.
+    Where a class cannot be stepped on a tensor, its state counts as much as the tensor; if ``strict``, that raises
+    ValueError for a trainable tensor.
     """
     added = zip(classes[len(policy.costs) :], groups[len(policy.costs) :], strict=True)
     costs = [*policy.costs, *[_cost_of(policy, *each, strict=strict) for each in added]]
@@ -56,7 +56,7 @@ def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup, *, strict: b
         try:
             own = measured(stepped)
         except ValueError:
-            if strict:
+            if strict and spec.trainable:
                 raise
             own = stepped.nbytes
         return own + stepped.nbytes * (stepped is not spec)

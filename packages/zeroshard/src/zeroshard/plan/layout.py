@@ -1,14 +1,15 @@
 """Computes the first plan of an optimizer, and the next one after changes of the model, without changing anything.
 
-The plan depends on the parameters' shapes, dtypes and memory formats, on which of them have ever been trainable, and on
-the order in which groups were added. Every rank derives it by itself; the next agreement checks that all have derived
-the same.
+The plan depends on the parameters' shapes, dtypes and memory formats, on which of them are trainable when the optimizer
+is built or their group is added, and on the order in which groups were added. A tensor keeps its owner. Every rank
+derives it by itself; the next agreement checks that all have derived the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -109,13 +110,11 @@ class Layout:
     Attributes:
         plan: who owns what.
         active: per tensor, whether a step may change it.
-        fixed: tensors that have been active once, or have been given state; they keep their owner.
         config: what this rank contributes to agreements on it.
     """
 
     plan: Plan
     active: tuple[bool, ...]
-    fixed: frozenset[int]
     config: ShardingConfig
 
 
@@ -125,24 +124,23 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
 
 
 def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGroup]) -> Layout:
-    """Plan again after a change of the parameters: place what is new, or active for the first time."""
-    fixed = frozenset[int]() if layout is None else layout.fixed
+    """Plan again after a change of the parameters: tensors keep their owners, and new groups are placed."""
     active = active_mask(parameters_of(groups))
+    before = [spec.trainable for spec in layout.plan.tensors] if layout is not None else []
     # A tensor that was trainable once keeps its weight: its state is still held.
-    weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
+    weighs = [now or was for now, was in zip_longest(active, before, fillvalue=False)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
     if layout is None:
         plan = first_plan(policy, specs)
     else:
-        for index, (before, now) in enumerate(zip(layout.plan.tensors, specs, strict=False)):
-            if before.shape != now.shape:
+        for index, (old, new) in enumerate(zip(layout.plan.tensors, specs, strict=False)):
+            if old.shape != new.shape:
                 raise ValueError(
-                    f"tensor {index} {now.name!r} has changed its shape from {before.shape} to {now.shape}; its "
+                    f"tensor {index} {new.name!r} has changed its shape from {old.shape} to {new.shape}; its "
                     f"optimizer state no longer fits, so build a new optimizer"
                 )
-        place = [index for index, spec in enumerate(specs) if spec.trainable and index not in fixed]
-        plan = repartition(layout.plan, specs, place=place, **policy.arguments(specs))
+        plan = repartition(layout.plan, specs, **policy.arguments(specs))
         _check_cuts(policy, plan)
     settings: dict[str, str | bool] = {
         "optimizer": policy.class_names,
@@ -152,8 +150,7 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
         "master_weights": policy.master_weights,
         "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
     }
-    fixed = frozenset(index for index, weighed in enumerate(weighs) if weighed)
-    return Layout(plan, active, fixed, ShardingConfig(plan, settings, active))
+    return Layout(plan, active, ShardingConfig(plan, settings, active))
 
 
 def first_plan(policy: Policy, specs: Sequence[TensorSpec]) -> Plan:
@@ -165,7 +162,7 @@ def first_plan(policy: Policy, specs: Sequence[TensorSpec]) -> Plan:
 
 def with_work(policy: Policy, plan: Plan) -> Plan:
     """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when they were placed."""
-    return repartition(plan, plan.tensors, place=(), groups=policy.costs)
+    return repartition(plan, plan.tensors, groups=policy.costs)
 
 
 def _check_cuts(policy: Policy, plan: Plan) -> None:

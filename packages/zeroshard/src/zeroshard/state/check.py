@@ -96,8 +96,6 @@ class ShardState:
     state: dict[Any, Any]
     """Of its shards by tensor index, and what belongs to no tensor by its own keys."""
     groups: list[dict[str, Any]]
-    stateful: list[int]
-    """Indices of the tensors that have state on any rank."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class ValidatedStateDict:
             for shard in plan.of_rank(rank)
             if shard.tensor in self.by_tensor
         }
-        return ShardState({**owned, **self.others}, [*map(hyperparameters_of, self.groups)], sorted(self.by_tensor))
+        return ShardState({**owned, **self.others}, [*map(hyperparameters_of, self.groups)])
 
 
 def _lacks(value: object) -> bool:

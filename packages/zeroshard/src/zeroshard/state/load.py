@@ -68,8 +68,6 @@ def load(
     engine.take_over_state(layout, "load_state_dict()", lambda: _install(engine.local, part))
     extra.end_load()
     sync_groups(engine.local.optim.param_groups, groups)
-    # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-    engine.fix_owners(frozenset(part.stateful))
     return True
 
 
