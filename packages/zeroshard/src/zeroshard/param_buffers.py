@@ -66,7 +66,8 @@ def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
 class ParamBuffers:
     """Owns the flat buffers of the parameters, if requested.
 
-    Only :meth:`lay_out` changes it; a step only reads it. A parameter that was packed stays in its buffer.
+    Only :meth:`lay_out` and :meth:`restore` change it; a step only reads it. A parameter that was packed stays in its
+    buffer.
 
     Args:
         coordinator: the channel of the group.
@@ -123,20 +124,18 @@ class ParamBuffers:
         Raises:
             RuntimeError: if one has another shape, dtype, device or memory format than its place; then none is copied.
         """
-        rebound: dict[int, torch.Tensor] = {}
-        for index, buffer in self._packed.items():
-            param, view = self._params[index], buffer.view(index)
-            fits = (param.shape, param.dtype, param.device) == (view.shape, view.dtype, view.device)
-            strides = zip(param.shape, param.stride(), view.stride(), strict=True) if fits else ()
-            is_alike = fits and all(size == 1 or here == there for size, here, there in strides)
-            if not is_alike and not (fits and param.is_contiguous()):
+        now, before = zip(*_places(self._params), strict=True), zip(*self._found, strict=True)
+        moved = [index for index, (here, there) in enumerate(zip(now, before, strict=True)) if here != there]
+        rebound = {index: self._params[index] for index in moved if index in self._packed}
+        for index, param in rebound.items():
+            view = self._packed[index].view(index)
+            has_format = param.is_contiguous() or param.stride() == view.stride()
+            if not has_format or (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(
                     f"{label_in(plan, index)} is a view of a flat buffer, and its .data was rebound to a tensor of "
                     f"{_form(param)}, which cannot be copied into its place of {_form(view)}: convert the model before "
                     f"the optimizer is built, or build it with parameters_as_bucket_view=False"
                 )
-            if not is_alike or param.data_ptr() != view.data_ptr():
-                rebound[index] = param
         storages = {buffer.storage.untyped_storage().data_ptr() for buffer in self._buffers}
         for param in rebound.values():
             if param.untyped_storage().data_ptr() in storages:
