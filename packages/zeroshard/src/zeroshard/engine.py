@@ -14,7 +14,7 @@ import torch
 from zeroshard_comm import Coordinator, PeerLostError, Position, RankGroup, Traffic, agreed
 
 from zeroshard.clipping import clip_over_ranks
-from zeroshard.debug.checks import step_debugging
+from zeroshard.debug.checks import StepChecks
 from zeroshard.debug.describe import describe
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.exchange import GradExchange, StepMode
@@ -106,7 +106,7 @@ class Engine:
         self.metadata, self.join = StateMetadata(weak), JoinState(weak)
         if begins_with_state:
             self.metadata.exchange("ZeroRedundancyOptimizer()")
-        self.debugging = step_debugging(weak)
+        self.debugging = None if policy.debug_level == "OFF" else StepChecks(weak)
         self._schema = StateSchema()
         if _logger.isEnabledFor(logging.INFO):
             _logger.info("%s", describe(self).to_text())
