@@ -128,11 +128,11 @@ def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device, m
 
 
 class Around(nn.Module):
-    """Calls another model between its layers."""
+    """Calls another model between its layers. The tensors of its last bucket are whole, and pass through no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = small_model()[:3], nn.Linear(300, 7)
+        self.first, self.second = nn.Linear(40, 2), nn.Linear(300, 40)
 
     def forward(self, inputs: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         made: torch.Tensor = self.second(inner(self.first(inputs)))
@@ -152,7 +152,7 @@ def test_two_models_whose_buckets_come_in_turns(
         monkeypatch.setattr(RankGroup, "coalesces", lambda *_: False)
     outer, inner = (
         DistributedDataParallel(model.double().to(device), bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
-        for model in (Around(), nn.Linear(300, 300))
+        for model in (Around(), nn.Sequential(nn.Linear(2, 300), nn.Linear(300, 300)))
     )
     optimizers = [_with_hook(ddp) for ddp in (outer, inner)]
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)

@@ -23,7 +23,6 @@ from zeroshard_comm._torch_private import (
     all_gather,
     coalescing_manager,
     foreach_copy_,
-    foreach_div_,
     reduce_scatter,
 )
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
@@ -153,8 +152,6 @@ class CollectiveReducer(GradientReducer):
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
         self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
         self._whole = [runs[index] for index in self.matrix.outside]
-        # The elements between the runs may belong to another optimizer.
-        self._ranges = _joined(runs)
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
         self._received = owned * len(ranks.peers)
@@ -180,7 +177,7 @@ class CollectiveReducer(GradientReducer):
             group, op = self.ranks.group, self._op
             _keep(self._owned)
             if not self._averages:
-                foreach_div_([buffer[start:stop] for start, stop in self._ranges], self.ranks.world_size)
+                buffer.div_(self.ranks.world_size)
             for number, (slot, chunk) in enumerate(zip(self._slots, self._chunks, strict=True)):
                 packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
                 foreach_copy_(*self._packing(number, buffer, packed))
@@ -214,15 +211,6 @@ def _in_matrix(packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
     return [
         matrix[block.rows.start : block.rows.stop, block.columns.start : block.columns.stop] for block in chunk.blocks
     ]
-
-
-def _joined(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Return the ranges of elements of sorted runs, with adjacent ranges joined."""
-    joined: list[tuple[int, int]] = []
-    for run in runs:
-        start = joined.pop()[0] if joined and joined[-1][1] == run.start else run.start
-        joined.append((start, run.stop))
-    return joined
 
 
 class _CollectiveWork(BucketReduceWork):
