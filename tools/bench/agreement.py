@@ -1,8 +1,9 @@
-"""Processor time of one agreement of all ranks, by number of ranks; with ``--before FOLDER`` beside another checkout.
+"""Measures the processor time of one agreement of all ranks, by number of ranks.
 
-Each turn forks ranks on this machine, which agree once on nothing special, and then as often as asked: its time is the
-processor time of all threads of a rank for one agreement, on the mean over the ranks. Turns of both checkouts
-alternate, so that drift of the machine cancels out.
+With ``--before FOLDER`` it compares another checkout, with ``--rounds`` the two ways in which ranks agree. Each turn
+forks ranks on this machine, which agree 20 times, and then as often as asked: its time is the processor time of all
+threads of a rank for one agreement, on the mean over the ranks. Turns alternate, so that drift of the machine cancels
+out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from spawned import machine
-from zeroshard_comm import Coordinator, RankGroup
+from zeroshard_comm import Coordinator, RankGroup, ring
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 20
@@ -39,6 +40,7 @@ def main(
     pairs: Annotated[int, typer.Option(min=6, help="turns of each; fewer than 6 have no interval")] = 15,
     agreements: Annotated[int, typer.Option(min=1, help="agreements of a turn")] = 200,
     before: Annotated[Path | None, typer.Option(help="another checkout of the repository")] = None,
+    rounds: Annotated[bool, typer.Option("--rounds", help="compare agreement in rounds with the ring")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
     serve: Annotated[bool, typer.Option("--serve", hidden=True)] = False,
 ) -> None:
@@ -47,6 +49,9 @@ def main(
         _serve()
         return
     folders = {"now": ROOT, **({"before": before.resolve()} if before is not None else {})}
+    most: dict[str, int | None] = dict.fromkeys(folders)
+    if rounds:
+        folders, most = {"rounds": ROOT, "ring": ROOT}, {"rounds": 1, "ring": 1 << 20}
     counts, found = ranks or [2, 4, 8, 16, 32], dict[int, Times]()
     with ExitStack() as stack:
         servers = {name: stack.enter_context(_server(folder)) for name, folder in folders.items()}
@@ -54,7 +59,7 @@ def main(
             times = found[count] = {name: [] for name in servers}
             for turn in track(range(pairs), f"{count} ranks", console=Console(stderr=True)):
                 for name in list(servers)[:: 1 if turn % 2 == 0 else -1]:
-                    times[name].append(_ask(servers[name], [count, agreements]))
+                    times[name].append(_ask(servers[name], [count, agreements, most[name]]))
     Console().print(_table(found))
     Console().print(machine())
     if json_file is not None:
@@ -64,12 +69,13 @@ def main(
 
 def _table(found: dict[int, Times]) -> Table:
     table = Table(title="processor time of an agreement, of a rank")
-    for heading in ("ranks", "us", "before, us", "now / before", "95 %"):
+    first, *others = next(iter(found.values()))
+    for heading in ("ranks", f"{first}, us", *[text for name in others for text in (f"{name}, us", "ratio", "95 %")]):
         table.add_column(heading, justify="right")
     for count, times in found.items():
-        row = [str(count), f"{1e6 * statistics.median(times['now']):.0f}"]
-        if "before" in times:
-            timing = compared(times, "now", "before")
+        row = [str(count), f"{1e6 * statistics.median(times[first]):.0f}"]
+        for name in others:
+            timing = compared(times, first, name)
             row += [f"{1e6 * timing.median_b:.0f}", f"{timing.ratio:.2f}", f"{timing.low:.2f} - {timing.high:.2f}"]
         table.add_row(*row)
     return table
@@ -107,7 +113,7 @@ def _serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _turn(ranks: int, agreements: int) -> float:
+def _turn(ranks: int, agreements: int, most: int | None) -> float:
     """Fork ranks, and return the seconds of processor time that one of them takes for an agreement, on the mean."""
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +121,7 @@ def _turn(ranks: int, agreements: int) -> float:
         for rank in range(ranks):
             processes.append(os.fork())
             if processes[-1] == 0:
-                seconds = _be_rank(rank, ranks, folder, agreements)
+                seconds = _be_rank(rank, ranks, folder, agreements, most)
                 os.write(writing, f"{seconds}\n".encode())
                 os._exit(0)
         os.close(writing)
@@ -128,8 +134,10 @@ def _turn(ranks: int, agreements: int) -> float:
     return statistics.mean(times)
 
 
-def _be_rank(rank: int, ranks: int, folder: str, agreements: int) -> float:
+def _be_rank(rank: int, ranks: int, folder: str, agreements: int, most: int | None) -> float:
     torch.set_num_threads(1)
+    if most is not None:
+        ring.MOST_RANKS = most
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     coordinator = Coordinator(RankGroup.of())
     for _ in range(WARM_UP):

@@ -1,15 +1,14 @@
-"""How ranks make sure that they do the same thing, before anything is sent.
+"""Agreement of ranks on the operation that they are about to begin, before any of them sends data.
 
-A rank that finds its input bad must not simply raise: its peers would wait for it. So every collective method of an
-object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
-the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
-bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
-combine their words by one collective, see :mod:`zeroshard_comm.ring`; the first agreement, and all of many ranks,
-travel in rounds, see :mod:`zeroshard_comm.rounds`. Only after a difference texts follow: to rank 0, which decides, and
-back.
+A rank whose input is invalid must not raise by itself, because its peers would wait for it. So every collective method
+begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of the operation, the complement of
+these bits, one bit for "failed", and one for a yes-or-no question of the caller. After a bitwise OR, no bit is set in
+both the digest and the complement exactly if all digests are equal. Up to 16 ranks combine words by one collective, see
+:mod:`zeroshard_comm.ring`; more ranks, and all in their first agreement, use rounds, see :mod:`zeroshard_comm.rounds`.
+Only if ranks differ, they send texts to rank 0, which decides what all ranks raise.
 
-A rank that is lost is noticed by those that wait for its words, and they tell the others in the same agreement. Of one
-that is lost between two rounds some may learn later: its word is out, and they have agreed with it.
+Ranks that wait for a lost rank notice it, and tell the others in the same agreement. If a rank is lost between two
+rounds, some ranks may have received its word, and raise only in the next agreement.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ _FLAG = -1 << 63
 
 
 def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
-    """Return the 64 bits that a rank puts into an agreement; a digest of None agrees with every other."""
+    """Return the word that a rank sends in an agreement. A digest of None agrees with every other."""
     bits = 0 if digest is None else digest & _DIGEST | (digest & _DIGEST ^ _DIGEST) << _DIGEST_BITS
     return bits | (_FAILED if failed else 0) | (_FLAG if flag else 0)
 
 
 def is_unanimous(combined: int) -> bool:
-    """Tell from the OR of all words whether their digests are equal.
+    """Return True if all digests are equal, given the OR of all words.
 
     >>> is_unanimous(word_of(5, failed=False) | word_of(5, failed=True))
     True
@@ -73,12 +72,12 @@ def is_unanimous(combined: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is. Two similar optimizers, or two steps of one, must not be mistaken for each other.
+    """The optimizer and the step of a rank. It distinguishes similar optimizers, and steps of one optimizer.
 
     Attributes:
-        optimizer: its number among those built on the process group, from 1.
-        name: of its class.
-        steps: how many steps all ranks have begun with it.
+        optimizer: number of the optimizer among those built on the process group, from 1.
+        name: name of its class.
+        steps: number of steps that all ranks have begun with it.
     """
 
     optimizer: int
@@ -91,30 +90,30 @@ class Position:
 
 
 class Coordinator:
-    """Agreements of the ranks of one process group.
+    """Lets the ranks of one process group agree.
 
-    Messages travel over gloo and CPU memory, on connections of our own that are made once per process group, see
-    :class:`~zeroshard_comm.ring.Connections`: so no agreement ever waits for an accelerator, and closing them closes
-    none of the user's. The first agreement comes before, since connecting waits for a rank that is gone: on the group
-    itself where it has gloo for CPU tensors, else on a gloo group that is made for it. With torch's ``fake`` backend
-    nothing travels, and an agreement raises only what this rank itself found.
+    Messages are sent over gloo from CPU memory, so no agreement waits for an accelerator. They use zeroshard's own
+    connections, see :class:`~zeroshard_comm.ring.Connections`, which are made once per process group, after the
+    first agreement: connecting would wait for a rank that is gone. The first agreement uses the group itself if that
+    has gloo for CPU tensors, else a gloo group that is made for it. With torch's ``fake`` backend nothing is sent, and
+    an agreement raises only the error of this rank.
 
     One thread at a time may call methods of all objects of this class on one process group.
 
     Args:
         ranks: the group whose ranks agree.
-        traffic: where bytes and waiting are counted, as kind ``"control"``.
+        traffic: counts bytes and time spent waiting, as kind ``"control"``.
 
     Attributes:
-        position: must be equal on all ranks in every operation; None if that does not matter. Its owner
-            changes it, at the same time on all ranks.
-        flagged: whether any rank has set ``flag`` in the last :meth:`agree`, also if that has raised.
+        position: must be equal on all ranks in every operation; None if it does not matter. The caller changes it at
+            the same time on all ranks.
+        flagged: whether any rank set ``flag`` in the last :meth:`agree`, also if that raised.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
-        # The gloo group that carries the messages of the first agreement.
+        # The gloo group of the first agreement.
         self._first: RankGroup | None = None
         if ranks.moves_data() and ranks.world_size > 1:
             has_gloo = ranks.sends_tagged(torch.device("cpu"))
@@ -129,7 +128,7 @@ class Coordinator:
 
     @property
     def channel(self) -> RankGroup:
-        """The group that messages travel on now; nothing may be sent on it if :attr:`is_single_rank`."""
+        """The group on which messages are sent now. It must not be used if :attr:`is_single_rank`."""
         connections = self.ranks.context.connections
         return connections.channel if connections is not None else self._first or self.ranks
 
@@ -146,24 +145,24 @@ class Coordinator:
         """Raise on every rank if any rank failed or differs. Collective.
 
         Args:
-            operation: what this rank is about to do, e.g. ``"step()"``.
-            digest: an integer that is equal on ranks that hold the same, of which 31 bits of a checksum are compared;
-                None agrees with every digest, and with every operation.
-            error: what went wrong on this rank, if something did.
-            detail: called only after a difference: the text of which the digest was made.
-            explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
-                the first difference.
+            operation: the operation that this rank is about to begin, e.g. ``"step()"``.
+            digest: an integer that must be equal on all ranks. Ranks compare 31 bits of a checksum. None agrees with
+                every digest and every operation.
+            error: the error of this rank; None if it has none.
+            detail: returns the text from which the digest was made. Called only if ranks differ.
+            explain: names the first difference of two details, see :data:`~zeroshard_comm.errors.Explain`. Called only
+                on rank 0, and only if ranks differ.
             flag: the answer of this rank to a yes-or-no question.
 
         Returns:
-            Whether any rank has set ``flag``.
+            True if any rank set ``flag``.
 
         Raises:
             DisagreementError: if ranks are in different operations, or their digests differ.
             PeerLostError: if a rank is gone.
             RuntimeError: if another thread is in an agreement of this process group.
-            Exception: if a rank reported an error: one of the same built-in type and the same message, with the rank,
-                of which that error is the cause on the rank itself.
+            Exception: if a rank passed an error. It has the same built-in type, and a message that names the rank; on
+                that rank the error is its cause.
         """
         self.flagged, failure = flag, error
         if not self.is_single_rank:
@@ -178,15 +177,15 @@ class Coordinator:
         try:
             raise failure from (error if failure is not error else None)
         finally:
-            # Else the traceback of the error refers to the error, and what its frames hold is not freed at once.
+            # Break the cycle of the error and its traceback, so that objects in its frames are freed at once.
             del failure, error
 
     def gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
         """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
 
         Args:
-            numbers: as many on every rank, at least one.
-            operation: what the ranks are doing, for messages of errors.
+            numbers: at least one integer, as many on every rank.
+            operation: the operation of the ranks, for errors.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -199,14 +198,15 @@ class Coordinator:
         return combined
 
     def combine_disjoint(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
-        """Return numbers of which each is known to one rank, to the bit. Collective. Agree on the same operation first.
+        """Return on all ranks numbers that one rank each knows, exactly. Collective. Agree on the same operation first.
 
-        On the CPU they travel as agreements do. On an accelerator it is one all-reduce of the process group, for which
-        the host does not wait.
+        CPU tensors are sent as agreements are. Tensors on an accelerator are combined by one all-reduce of the process
+        group, for which the host does not wait.
 
         Args:
-            numbers: float64, 1-D, as many on every rank, with 0 for those that other ranks know; may be overwritten.
-            operation: what the ranks are doing, for messages of errors.
+            numbers: 1-D float64 tensor of the same length on every rank, with 0 where another rank knows the number. It
+                may be overwritten.
+            operation: the operation of the ranks, for errors.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -216,7 +216,7 @@ class Coordinator:
         if numbers.device.type == "cpu":
             return self._combine_ints(numbers.view(torch.int64), operation).view(torch.float64)
         started = time.perf_counter()
-        # As exact as the bits: every sum has one term that is not 0.
+        # The sums are exact, because each has one term that is not 0.
         work = dist.all_reduce(numbers, group=self.ranks.group, async_op=True)
         wait_for_collective(work, self.ranks, operation)
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
@@ -224,11 +224,11 @@ class Coordinator:
         return numbers
 
     def any_of(self, bits: Sequence[bool], operation: str) -> list[bool]:
-        """Return by place whether any rank has set a bit. Collective. Agree on the same operation first.
+        """Return for each position whether any rank set the bit. Collective. Agree on the same operation first.
 
         Args:
-            bits: as many on every rank.
-            operation: what the ranks are doing, for messages of errors.
+            bits: the bits of this rank, as many on every rank.
+            operation: the operation of the ranks, for errors.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -242,10 +242,10 @@ class Coordinator:
 
     @contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
-        """Let only one thread at a time run a block that exchanges something: two would mix up their messages.
+        """Let only one thread at a time run a block that communicates, because two would mix up their messages.
 
-        After any error in it, or an interruption such as Ctrl-C, the exchange is incomplete: this rank closes its
-        connections, so that no other one waits for the rest.
+        If the block raises, or is interrupted by Ctrl-C, the exchange is incomplete. This rank then closes its
+        connections, so that no other rank waits for the rest.
         """
         context = self.ranks.context
         if context.closed:
@@ -273,7 +273,7 @@ class Coordinator:
             return self._or(numbers, TAG_INTS, operation)
 
     def _combine_words(self, operation: str, digest: int | None, error: Exception | None, *, flag: bool) -> int:
-        """The OR of the words of all ranks. If they agree, this rank uses connections of our own from now on."""
+        """Return the OR of the words of all ranks. After the first agreement, make zeroshard's own connections."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
         word = word_of(None if digest is None else code, failed=error is not None, flag=flag)
         lost = error if isinstance(error, PeerLostError) else None
@@ -308,7 +308,7 @@ class Coordinator:
                     gone = gone or str(lost)
             kind, message = ("PeerLostError", gone) if gone else resolve_errors(reports, explain)
             for peer in self.ranks.peers:
-                # The others must still hear of it.
+                # The other ranks must still get their message.
                 with suppress(PeerLostError):
                     send_text(channel, peer, json.dumps([kind, message]), operation, self.traffic, "control")
         if kind == OWN:
@@ -326,9 +326,9 @@ class ShardingConfig:
     """The plan, and the settings that change which messages a rank sends.
 
     Attributes:
-        plan: the plan this rank holds.
+        plan: the plan of this rank.
         settings: named values that must be equal on all ranks, e.g. ``{"parameters_as_bucket_view": True}``.
-        active: per tensor, whether it takes part now; empty if that is not said.
+        active: for each tensor, whether it is stepped now; empty if unknown.
     """
 
     plan: Plan
@@ -342,12 +342,12 @@ class ShardingConfig:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def to_json(self) -> str:
-        """Write the configuration as text that :meth:`from_json` reads."""
+        """Return the configuration as text, from which :meth:`from_json` makes an equal one."""
         return json.dumps({"plan": self.plan.to_json(), "settings": dict(self.settings), "active": list(self.active)})
 
     @classmethod
     def from_json(cls, text: str) -> ShardingConfig:
-        """Read what :meth:`to_json` wrote.
+        """Make a configuration from the text that :meth:`to_json` returned.
 
         Raises:
             ValueError: if the text is damaged.
@@ -357,11 +357,11 @@ class ShardingConfig:
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:
-    """Make sure that every rank of ``group`` holds the same plan. Collective.
+    """Check that every rank of ``group`` has the same plan. Collective.
 
     Args:
-        plan: this rank's plan.
-        group: the process group, the default group if None.
+        plan: the plan of this rank.
+        group: the process group; the default group if None.
         settings: further values that must be equal on all ranks.
 
     Raises:
@@ -379,33 +379,33 @@ def check_config(
     error: Exception | None = None,
     once: Mapping[str, Setting] | None = None,
 ) -> None:
-    """As :func:`agree`, over an existing control channel.
+    """Check that every rank has the same configuration. Collective.
 
     Args:
-        coordinator: the channel.
-        operation: what this rank is about to do.
-        config: what it holds.
-        error: its own failure, if it had one.
+        coordinator: agrees on the process group.
+        operation: the operation that this rank is about to begin.
+        config: the configuration of this rank.
+        error: the error of this rank; None if it has none.
         once: settings of this call alone, which must be equal on all ranks too.
 
     Raises:
         DisagreementError: as :func:`agree`.
         PeerLostError: as :func:`agree`.
-        Exception: if a rank reported an error: that error, on every rank.
+        Exception: if a rank passed an error, as :meth:`Coordinator.agree`.
     """
     settings = once or {}
 
     def detail() -> str:
         return replace(config, settings={**config.settings, **settings}).to_json()
 
-    # Not by replacing: the digest of a plan takes a while, and is kept.
+    # Uses the cached digest of `config`: the digest of a new configuration would take a while.
     digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
     coordinator.agree(operation, digest, error=error, detail=detail, explain=explain_configs)
 
 
 @dataclass
 class Proposal:
-    """This rank's contribution to the agreement at the end of a block of :func:`agreed`, as for `Coordinator.agree`."""
+    """The arguments of this rank for the agreement that ends a block of :func:`agreed`; see `Coordinator.agree`."""
 
     digest: int = 0
     detail: Callable[[], str] = str
@@ -421,26 +421,26 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = N
     """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
 
     Args:
-        coordinator: the channel.
-        operation: what this rank is about to do.
-        explain: names a difference of two details, see :meth:`Coordinator.agree`; of configurations if None.
+        coordinator: agrees on the process group.
+        operation: the operation that this rank is about to begin.
+        explain: names the first difference of two details, see :meth:`Coordinator.agree`; None for configurations.
 
     Yields:
-        The contribution, for the block to set.
+        The proposal of this rank, which the block may set.
 
     Raises:
         DisagreementError: as :func:`agree`.
         PeerLostError: as :func:`agree`.
-        Exception: an error of the block on some rank, on every rank.
+        Exception: if the block raised on a rank, as :meth:`Coordinator.agree`.
     """
     proposal = Proposal()
     failure: Exception | None = None
     try:
         yield proposal
     except StopIteration as error:
-        # No generator may raise one.
+        # A generator must not raise StopIteration.
         failure = RuntimeError(f"StopIteration: {error}")
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+    except Exception as error:  # noqa: BLE001 - raised on every rank by the agreement
         failure = error
     coordinator.agree(
         operation,
@@ -453,7 +453,7 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = N
 
 
 def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
-    """Name the first difference between two configurations, given as JSON; None if there is none."""
+    """Name the first difference between two configurations in JSON; return None if there is none."""
     if not reference or not other:
         return None
     here, there = ShardingConfig.from_json(reference), ShardingConfig.from_json(other)
@@ -466,7 +466,7 @@ def explain_configs(reference: str, other: str, reference_rank: int, other_rank:
         left, right = here.settings.get(name), there.settings.get(name)
         if left != right:
             return f"{name} is {left!r} on rank {reference_rank} and {right!r} on rank {other_rank}"
-    # Who owns what may follow from the settings.
+    # Owners come after settings, because they may depend on them.
     if difference is not None:
         return difference
     for index, (left, right) in enumerate(zip(here.active, there.active, strict=False)):

@@ -1,13 +1,13 @@
-"""Numbers of all ranks combined on connections of our own: in a ring while all goes well.
+"""Combines numbers of all ranks on zeroshard's own connections, in a ring if few ranks take part and none is lost.
 
-The *ring* is one collective of gloo, at a fraction of the processor time of messages in rounds, since gloo keeps what
-it needs between the same ranks. It is a fast path, for few ranks, and waits for a late rank as long as the process
-group does. It may end well on some ranks and fail on others, which then cannot go on together: so a rank gives it up
-only where another one is lost, and never for a rank that is only late. A rank that gives up leaves a notice in the
-store, since gloo does not report that the receiver of a send is gone, and closes its connections. All ranks raise then.
-After a timeout they sign in at the store, and the late one is that which has not; else rounds of messages find out
-which rank was lost, and tell the others (:mod:`zeroshard_comm.rounds`). The first rank that knows writes it into the
-notice, for ranks that come after the rounds, or could only blame one that is late.
+The *ring* is one collective of gloo. It takes a fraction of the processor time of messages in rounds, because gloo
+reuses its buffers between the same ranks. It waits for a slow rank as long as the process group does. It may succeed on
+some ranks and fail on others, which then cannot continue together. So a rank leaves the ring only if another rank is
+lost, and never because one is slow. It leaves a notice in the store, because gloo does not report that the receiver of
+a send is gone, and closes its connections; then all ranks raise. After a timeout all ranks sign in at the store, and
+the rank that does not is named. Otherwise ranks find the lost rank by rounds of messages
+(:mod:`zeroshard_comm.rounds`), and the first rank that finds it adds its number to the notice, so that all ranks name
+it, also ranks that come later or wait for a slow rank.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from zeroshard_comm.rounds import combine_in_rounds, lost_by_another
 from zeroshard_comm.traffic import Traffic
 
 MOST_RANKS = 16
-"""Above, rounds of messages are faster than an all-reduce."""
+"""More ranks combine their numbers in rounds, whose latency grows only with log N."""
 
 _MOST_FOR_ALL = 1024
-"""More numbers than that are not sent from every rank to every other."""
+"""Up to this many numbers are sent from every rank to every other; more are all-reduced."""
 
 _TO_CONNECT = timedelta(seconds=30)
-"""For ranks that have just agreed."""
+"""Time to connect, for ranks that have just agreed."""
 
 _LOOKS_EVERY = timedelta(seconds=0.25)
-"""How often a rank that waits in a ring looks into the store, whether another one has lost a rank."""
+"""Interval at which a rank that waits in the ring looks for a notice in the store."""
 
-_TO_SAY = timedelta(seconds=10)
-"""How much later gloo ends a ring than this rank."""
+_GLOO_GRACE = timedelta(seconds=10)
+"""Added to gloo's timeout, so that this rank leaves a notice before gloo closes the connections."""
 
 _TO_NAME = timedelta(seconds=2)
-"""How long a rank waits for each word of the others once the ring has failed: those that wait in it hear so at once."""
+"""Time for all ranks to sign in, and to send a word, after the ring has failed. Ranks that wait notice that at once."""
 
 _LOST, _TIMED_OUT = "a rank was lost", "timed out"
 _TAG_LOST = 0x5A530006
@@ -52,14 +52,14 @@ _TAG_CLOSING = 0x5A530007
 
 
 class Connections:
-    """Connections of our own between the ranks of a process group: what closes them closes none of the user's.
+    """Connections between the ranks of a process group. Closing them closes none of the user's.
 
-    Messages travel on ``channel``, a group that torch does not list, and the ring has others. Making them is
-    collective, among ranks that just agreed; ``first`` is a group of theirs with gloo for CPU tensors.
+    ``channel`` is the group for messages, which torch does not list; the ring has another group. The constructor is a
+    collective of ranks that have just agreed; ``first`` is a group of these ranks with gloo for CPU tensors.
     """
 
     def __init__(self, first: RankGroup) -> None:
-        # The context of the process group holds this object: with a reference back neither would ever be freed.
+        # No reference to `first`: the context of its group holds this object, and neither would ever be freed.
         self._store, self._name = first.group.get_group_store(), first.group.group_name
         self._timeout = first.timeout or dist.default_pg_timeout
         self._rank, self._size = first.rank, first.world_size
@@ -75,24 +75,24 @@ class Connections:
     def combine(
         self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: PeerLostError | None = None
     ) -> torch.Tensor:
-        """Return the bitwise OR over all ranks; as :func:`~zeroshard_comm.rounds.combine_in_rounds`."""
+        """Return the bitwise OR over all ranks, see :func:`~zeroshard_comm.rounds.combine_in_rounds`."""
         if self._ring is None:
             return combine_in_rounds(self.channel, numbers, tag, operation, traffic, lost)
         if lost is None and self._ring.combine(numbers, traffic):
             return numbers
-        # Dropped, so that the others' fails too.
+        # Closes this rank's connections of the ring, so that it fails on the other ranks too.
         self._ring = None
         has_timed_out = self._notice.leave(_LOST) == _TIMED_OUT
         lost = lost or self._notice.named(self._rank, operation)
         absent = self._notice.absent(self._rank, self._size) if has_timed_out and lost is None else None
         if absent is not None:
-            # Not by messages: gloo closes a rank's connections when it has waited for the late one in vain.
+            # Messages could not tell: gloo closes the connections of a rank whose wait for the late one times out.
             self._notice.name(absent)
             raise peer_lost(RuntimeError("nothing; it has not signed in at the store"), absent, self._rank, operation)
         ranks = replace(self.channel, wait=_TO_NAME)
         try:
-            # No numbers: another rank may have lost one in a later agreement, which has more of them.
-            # A rank for which no ring has waited as long as the group does may be late, and alive.
+            # Sends no numbers: another rank may have lost one in a later agreement, which has more of them. A rank that
+            # does not answer may be slow, because nothing waited for it until the timeout of the group.
             combine_in_rounds(ranks, numbers[:0], _TAG_LOST, operation, traffic, lost, late_is_lost=False)
             raise lost_by_another(self._rank, None, operation)
         except PeerLostError as error:
@@ -109,7 +109,7 @@ class Connections:
         self.channel.close_connections()
 
     def _connect(self, purpose: str) -> dist.ProcessGroupGloo:
-        # The store is the user's, and its timeout, too: gloo connects within that of the group.
+        # Does not change the timeout of the user's store. gloo connects within the timeout of the group.
         store, timeout = PrefixStore(f"zeroshard {purpose}", self._store), min(self._timeout, _TO_CONNECT)
         try:
             return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
@@ -118,9 +118,9 @@ class Connections:
 
 
 class Notice:
-    """What the first ranks that gave a ring up say in the store: why, and which rank was lost.
+    """The notice of the first rank that left the ring, in the store: why it left, and which rank was lost.
 
-    If the store was on the lost host, it cannot be read, which means the same.
+    If the store was on the lost host, it cannot be read. That counts as a notice.
     """
 
     def __init__(self, store: Store) -> None:
@@ -133,13 +133,13 @@ class Notice:
                 self._store.delete_key(key)
 
     def leave(self, why: str) -> str:
-        """Say why this rank gives the ring up; return why the first one did."""
+        """Write why this rank leaves the ring, unless a rank has; return why the first one left."""
         with suppress(RuntimeError):
             return self._store.compare_set("why", "", why).decode()
         return why
 
     def is_there(self) -> bool:
-        """Tell whether a rank has given the ring up."""
+        """Return True if a rank has left the ring."""
         with suppress(RuntimeError):
             return bool(self._store.check(["why"]))
         return True
@@ -155,12 +155,12 @@ class Notice:
         return None
 
     def name(self, peer: int | None) -> None:
-        """Say who was lost; None, if this rank could not find out, stands until another rank knows."""
+        """Write which rank was lost, unless a rank has. None, for unknown, is replaced once a rank knows."""
         with suppress(RuntimeError):
             self._store.compare_set("who", "", "" if peer is None else str(peer))
 
     def named(self, rank: int, operation: str) -> PeerLostError | None:
-        """Return the error of a rank that reads who was lost; None if nothing is said, or it is said of that rank."""
+        """Return an error with the lost rank in the notice; None if there is none, or the notice names this rank."""
         with suppress(RuntimeError):
             if self._store.check(["who"]):
                 who = self._store.get("who").decode()
@@ -169,25 +169,25 @@ class Notice:
 
 
 class Ring:
-    """Combines numbers by a collective on a group that nothing else uses: dropping it closes this rank's connections.
+    """Combines numbers by a collective on a group of its own. Dropping the group closes this rank's connections.
 
-    One number travels by an all-reduce. A few are sent from every rank to every other, since an all-reduce cuts them
-    into a part for each rank, and takes twice as many messages, one after the other.
+    One number is combined by an all-reduce. A few are sent from every rank to every other, because an all-reduce cuts
+    them into a part for each rank, and takes twice as many messages, one after the other.
     """
 
     def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, notice: Notice) -> None:
         self._group, self._notice, self._timeout = group, notice, timeout
         self._reduce, self._to_all = dist.AllreduceOptions(), dist.AllToAllOptions()
         self._reduce.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
-        # A rank says that its time has passed before gloo closes its connections.
-        self._reduce.timeout = self._to_all.timeout = timeout + _TO_SAY
+        # This rank leaves a notice at its timeout, before gloo closes the connections.
+        self._reduce.timeout = self._to_all.timeout = timeout + _GLOO_GRACE
 
     def combine(self, numbers: torch.Tensor, traffic: Traffic) -> bool:
-        """Make numbers the OR over all ranks; False if that has failed, and they may be an OR over some of them."""
+        """Replace numbers by the OR over all ranks. Return False if that failed; some ranks may be missing then."""
         started, copies = time.perf_counter(), 1
         with suppress(RuntimeError):
-            # As the group it has its own methods; the stubs do not know of them. An error must not hold its work: a
-            # work that is not freed keeps connections open.
+            # The stubs lack these methods of the group. An error must not hold its work, because a work that is not
+            # freed keeps connections open.
             if 1 < len(numbers) <= _MOST_FOR_ALL:
                 copies = self._group.size() - 1
                 rows = numbers.repeat(1 + copies, 1)
@@ -203,11 +203,11 @@ class Ring:
         return False
 
     def _wait(self, work: dist.Work) -> None:
-        """Wait for a collective; a RuntimeError if it fails, or another rank was lost meanwhile."""
+        """Wait for a collective. Raise RuntimeError if it fails, or another rank is lost meanwhile."""
         ends = time.monotonic() + self._timeout.total_seconds()
         try:
             while True:
-                # By its timeout this ends the wait, and not the collective.
+                # The timeout ends the wait, not the collective.
                 with suppress(RuntimeError):
                     work.wait(_LOOKS_EVERY)
                     return
@@ -226,11 +226,11 @@ class Ring:
     def _give_up(self, work: dist.Work) -> None:
         """Close this rank's connections, which ends the collective.
 
-        If gloo does not notice, it ends by its timeout, and dropping the group would wait for that: a thread holds it.
+        If gloo does not notice, it ends at its timeout. Dropping the group would wait for that, so a thread holds it.
         """
         threading.Thread(target=_hold, args=(self._group, work), daemon=True).start()
         for peer in range(self._group.size()):
-            # As RankGroup.close_connections().
+            # See RankGroup.close_connections().
             if peer != self._group.rank():
                 with suppress(RuntimeError):
                     room = torch.empty(1, dtype=torch.uint8, device="cpu")

@@ -1,8 +1,8 @@
-"""Numbers of all ranks combined by messages, in rounds of doubling distance, in which lost ranks are named.
+"""Combines numbers of all ranks by messages, in rounds of doubling distance, and names lost ranks.
 
-In round k each rank sends what it has to the rank 2^k further on, so after log2 N rounds, of one message sent and one
-received, every rank has the numbers of all (the dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms
-for barrier synchronization, 1988). A rank that has lost another one says so in place of numbers.
+In round k each rank sends its numbers to rank + 2^k, and combines them with those that it receives from rank - 2^k, so
+every rank has the numbers of all after log2 N rounds (the dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two
+algorithms for barrier synchronization, 1988). A rank that has lost another one sends the number of the lost rank, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 _TELLING = timedelta(seconds=1)
-"""How long a rank that has lost another one waits until the others have heard so."""
+"""Time in which a rank that has lost another one sends its messages to the others."""
 
 _SENDING = timedelta(seconds=8)
-"""How long a send may take whose receive has been posted: gloo may never report one to a rank that is gone."""
+"""Timeout of a send whose receive has been posted: gloo may never report that the receiver is gone."""
 
 
 def combine_in_rounds(
@@ -37,17 +37,18 @@ def combine_in_rounds(
     *,
     late_is_lost: bool = True,
 ) -> torch.Tensor:
-    """Return the bitwise OR over all ranks of 64-bit integers, as many on every rank, or raise PeerLostError.
+    """Return the bitwise OR of 64-bit integers over all ranks, as many on every rank. Collective.
 
-    The channel has gloo for CPU tensors. A rank that has lost another one before sets ``lost``, and only tells the
-    others. Without ``late_is_lost`` a rank that does not send within the channel's timeout is not named.
+    The channel has gloo for CPU tensors. A rank that has lost another one before passes that error as ``lost``, tells
+    the others, and raises the error. Raises PeerLostError if a rank is gone, or does not send within the timeout of the
+    channel; without ``late_is_lost`` the error does not name a rank that only timed out.
     """
     rank, size = channel.rank, channel.world_size
-    # By the rank that was lost; it is the number of ranks if nobody knows which.
+    # By lost rank; the key is the number of ranks if it is unknown.
     errors: dict[int, PeerLostError] = {}
     if lost is not None:
         errors[size if lost.peer is None else lost.peer] = lost
-    # By the rank that refused a send: it is lost, or has closed its connections because it has heard of a lost rank.
+    # By the rank that refused a send: it is lost, or has closed its connections because another rank is lost.
     refused: dict[int, PeerLostError] = {}
 
     def issued(
@@ -64,23 +65,22 @@ def combine_in_rounds(
     started = time.perf_counter()
     sends: list[Message | None] = []
     ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
-    # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
-    # its own sends do not wait.
+    # Posted before any wait: gloo starts a send only then, so a rank that has heard of all does not wait to send.
     receives = [issued(receive, torch.empty_like(mine), (rank - distance) % size, errors) for distance in ahead]
     for number, (distance, arriving) in enumerate(zip(ahead, receives, strict=True)):
         target, source = (rank + distance) % size, (rank - distance) % size
         if errors and not gone:
             gone = mine[0] = next(1 + peer for peer in errors)
         sends.append(issued(send, mine.clone(), target, refused))
-        # That a rank is lost is only passed on: a rank that is late may come in hours.
+        # A rank that knows of a lost one only tells the others: it must not wait for one that is slow.
         if arriving is None or gone or errors:
             continue
         waiting = time.perf_counter()
         try:
-            # The ranks that this one has yet to send to hear of the rank that refused before they wait for this one.
+            # After a refused send, the next ranks must hear of it before their own wait for this rank times out.
             limit = _TELLING if refused else channel.timeout
             if limit is not None and not refused:
-                # The rank that is waited for may wait as long, in the round before.
+                # The sender may itself wait as long in the round before.
                 limit += number * _TELLING
             arriving.wait(operation, limit)
         except PeerLostError as error:
@@ -91,11 +91,11 @@ def combine_in_rounds(
             mine |= arriving.buffer
             gone = int(arriving.buffer[0])
     if not gone:
-        # Else all ranks name the lost one in the same words.
+        # A rank that was told of a lost one raises the same message as the others that were told.
         errors = errors or refused
         gone = next((1 + peer for peer in errors), 0)
     for message in filter(None, sends):
-        # If a rank is gone now, the next agreement notices at the latest.
+        # If a rank is gone now, the next agreement raises.
         with suppress(PeerLostError):
             message.wait(operation, _TELLING if gone else _SENDING)
     nbytes, waited = mine.nbytes * len(ahead), time.perf_counter() - started
@@ -106,7 +106,7 @@ def combine_in_rounds(
 
 
 def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
-    """Return the error of a rank that hears of a lost one; ``peer`` is None if it is not known which one."""
+    """Return the error of a rank that another rank told of a lost one; ``peer`` is None if it is unknown."""
     who = f"rank {peer}" if peer is not None else "one"
     error = PeerLostError(
         f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
