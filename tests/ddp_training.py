@@ -67,7 +67,7 @@ class Twins:
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         exact: bool = True,
-        norms: bool | tuple[float, ...] = True,
+        norms: bool = True,
     ) -> None:
         arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": MANY_BUCKETS, **(ddp or {})}
         keywords = {"lr": 1e-2, **(settings or {})}

@@ -115,22 +115,6 @@ def test_no_sync_accumulates_and_moves_nothing(hook: str, views: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@VIEWS
-def test_several_backwards_before_a_step_add_up(partition: str, views: bool) -> None:
-    # What was reduced before is rounded on its own here, and together with the rest by DDP.
-    twins = CollectiveTwins("owner", partition=partition, ddp={"gradient_as_bucket_view": views}, exact=False)
-    for number in range(5):
-        for ddp, optimizer in twins.sides:
-            optimizer.zero_grad()
-            for part in range(3):
-                with ddp.no_sync() if part == 1 and number % 2 else contextlib.nullcontext():
-                    twins.backward(ddp, 10 * number + part)
-            optimizer.step()
-        twins.check(f"after iteration {number}")
-
-
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK

@@ -270,6 +270,7 @@ def test_two_models_with_one_optimizer(hook: str, together: bool) -> None:
     first = ddps[0](torch.ones(2, 40)).sum()
     if not together:
         first.backward()
+        optimizer.zero_grad()
     last = ddps[1](torch.ones(2, 40)).sum() + (first if together else 0.0)
     with pytest.raises((RuntimeError, ValueError), match="two models"):
         last.backward()

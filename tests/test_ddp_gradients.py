@@ -48,21 +48,24 @@ def test_no_sync_accumulates_and_sends_nothing(hook: str, views: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@PARTITIONS
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
-def test_several_backwards_before_a_step_add_up(partition: str, views: bool) -> None:
-    # What was reduced before is rounded on its own here, and together with the rest by DDP.
-    twins = owner(partition, views=views, exact=False)
-    for number in range(5):
-        for ddp, optimizer in twins.sides:
-            optimizer.zero_grad()
-            for part in range(3):
-                # Synchronised, not synchronised, synchronised.
-                with ddp.no_sync() if part == 1 and number % 2 else contextlib.nullcontext():
-                    twins.backward(ddp, 10 * number + part)
-            optimizer.step()
-        twins.check(f"after iteration {number}")
+@pytest.mark.parametrize("local", [True, False], ids=["under no_sync", "synchronized"])
+def test_nothing_is_added_to_a_gradient_that_was_reduced(views: bool, local: bool) -> None:
+    twins = owner(views=views)
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 1)
+    before = twins.optimizer.traffic.total()
+    told = r"accumulate under ddp\.no_sync\(\), and synchronize only the last backward"
+    with pytest.raises(RuntimeError, match=told), twins.ddp.no_sync() if local else contextlib.nullcontext():
+        twins.backward(twins.ddp, 2)
+    assert twins.optimizer.traffic.total() == before
+    twins.optimizer.step()
+    twins.plain.zero_grad()
+    twins.backward(twins.plain_ddp, 1)
+    twins.plain.step()
+    twins.check("after the refusal")
 
 
 class Backwards(nn.Module):
@@ -82,22 +85,28 @@ class Backwards(nn.Module):
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
-def test_carried_gradients_follow_their_parameters_into_the_buckets_that_ddp_rebuilds(
-    partition: str, views: bool
+@pytest.mark.parametrize("discard", [True, False], ids=["discarded", "stepped"])
+def test_gradients_outlive_a_forward_in_which_ddp_rebuilds_its_buckets(
+    partition: str, views: bool, discard: bool
 ) -> None:
     arguments = {"gradient_as_bucket_view": views, "bucket_cap_mb": 0.02}
-    twins = Twins("owner", model=Backwards, partition=partition, ddp=arguments, exact=False)
+    twins = Twins("owner", model=Backwards, partition=partition, ddp=arguments)
     buckets = []
-    for part in range(3):
-        for ddp, _ in twins.sides:
-            twins.backward(ddp, part)
+    for number in range(4):
+        for ddp, optimizer in twins.sides:
+            loss = ddp(batch(number)).square().mean()
+            if discard:
+                optimizer.zero_grad(set_to_none=number % 2 == 0)
+            elif number > 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = ddp(batch(number)).square().mean()
+            loss.backward()
+            if discard:
+                optimizer.step()
         buckets.append([bucket.tensors for bucket in twins.optimizer.describe().buckets])
-    # DDP has rebuilt them in the second forward, before anything was stepped.
+        twins.check(f"after iteration {number}")
     assert buckets[0] != buckets[1] == buckets[2]
-    assert sorted(map(sorted, buckets[0])) != sorted(map(sorted, buckets[1]))
-    for _, optimizer in twins.sides:
-        optimizer.step()
-    twins.check("after the rebuild")
 
 
 class BareTwins(Twins):
@@ -110,13 +119,13 @@ class BareTwins(Twins):
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 def test_a_hook_that_was_registered_without_the_model(views: bool) -> None:
-    twins = BareTwins("owner", ddp={"gradient_as_bucket_view": views}, exact=False)
+    twins = BareTwins("owner", ddp={"gradient_as_bucket_view": views})
     for number in range(5):
         for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
-            # Gradients are kept from the third forward on, when DDP has rebuilt its buckets; without views always.
-            for part in range(2 if number > 1 or not views else 1):
-                twins.backward(ddp, 10 * number + part)
+            with ddp.no_sync():
+                twins.backward(ddp, 10 * number)
+            twins.backward(ddp, 10 * number + 1)
             optimizer.step()
         twins.check(f"after iteration {number}")
 
@@ -137,7 +146,7 @@ def test_gradients_are_not_copied_between_forward_and_backward() -> None:
     twins.iterate(0)
     loss = twins.ddp(batch(1)).square().mean()
     param = next(twins.ddp.parameters())
-    with pytest.raises(RuntimeError, match="copying is not supported on it: every rank knows its norm"):
+    with pytest.raises(RuntimeError, match="copying is not supported on it"):
         torch.empty_like(param).copy_(param.grad)
     twins.optimizer.zero_grad()
     loss.backward()
@@ -171,8 +180,8 @@ def test_windows_can_be_given_up(views: bool, partition: str, discard: str) -> N
     for number in range(4):
         for ddp, optimizer in twins.sides:
             optimizer.zero_grad(set_to_none=number % 2 == 0)
-            twins.backward(ddp, 10 * number)
             with ddp.no_sync():
+                twins.backward(ddp, 10 * number)
                 twins.backward(ddp, 10 * number + 1)
             if discard == "model":
                 ddp.zero_grad()
@@ -305,7 +314,7 @@ def test_nothing_reads_a_part_of_the_gradients_in_silence() -> None:
     for read in (torch.Tensor.sum, torch.Tensor.clone, torch.Tensor.isnan, copy.deepcopy):
         with pytest.raises(RuntimeError, match="is sharded"):
             read(params[0].grad)
-    with pytest.raises(RuntimeError, match="every rank knows its norm"):
+    with pytest.raises(RuntimeError, match="every rank knows its 2-norm"):
         params[0].grad.add_(1.0)
     twins.optimizer.step()
 
@@ -455,7 +464,7 @@ def test_gradients_are_neither_written_nor_read_by_users(views: bool) -> None:
     for name, write in writes.items():
         with pytest.raises(RuntimeError, match="is sharded"):
             write()
-        assert param.grad._local is None, name
+        assert type(param.grad) is GradPlaceholder, name
     twins.optimizer.step()
     twins.plain.zero_grad()
     twins.backward(twins.plain_ddp, 1)
@@ -549,8 +558,34 @@ def test_gradients_of_parameters_that_a_later_backward_does_not_use(rank: int, p
     )
     for number in range(6):
         for ddp, optimizer in twins.sides:
-            optimizer.zero_grad()
-            for chosen in ((0, 1), (0,), (1, 2) if rank == number % 2 else (0,)):
-                twins.backward(ddp, number, lambda ddp, inputs, chosen=chosen: ddp(inputs, chosen).square().mean())
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            with ddp.no_sync():
+                for chosen in ((0, 1), (0,)):
+                    halves(twins, ddp, number, chosen)
+            halves(twins, ddp, number, (1, 2) if rank == number % 2 else (0,))
             optimizer.step()
         twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@EVERY_HOOK
+@pytest.mark.parametrize("without", ["unused", "frozen"])
+def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(hook: str, without: str) -> None:
+    twins = Twins(hook, model=Halves, ddp={"find_unused_parameters": True})
+    for number in range(3):
+        twins.optimizer.zero_grad()
+        halves(twins, twins.ddp, number, (0, 1, 2))
+        twins.optimizer.step()
+    kept = twins.ddp.module.halves[1]
+    for name, param in twins.ddp.named_parameters():
+        if "halves.1" not in name:
+            param.grad = None
+    kept.requires_grad_(without == "unused")
+    before = twins.optimizer.traffic.total()
+    with pytest.raises(RuntimeError, match=r"still has the gradient of the last step: call optimizer\.zero_grad\(\)"):
+        halves(twins, twins.ddp, 3, (0, 2))
+    assert twins.optimizer.traffic.total() == before
+
+
+def halves(twins: Twins, ddp: nn.Module, number: int, chosen: tuple[int, ...]) -> None:
+    twins.backward(ddp, number, lambda ddp, inputs: ddp(inputs, chosen).square().mean())

@@ -433,6 +433,7 @@ def test_buckets_of_two_dtypes(hook: str, static: bool) -> None:
 def test_a_hook_whose_optimizer_is_gone_says_so(hook: str) -> None:
     twins = Twins(hook)
     twins.iterate(0)
+    twins.optimizer.zero_grad()
     del twins.optimizer
     gc.collect()
     with pytest.raises(RuntimeError, match="is gone: keep a reference to it"):

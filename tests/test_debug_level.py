@@ -312,7 +312,7 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
         if event == "call" and frame.f_code.co_filename in files:
             called.add(frame.f_code.co_name)
 
-    for level, expected in (("OFF", set()), ("INFO", {"before_update", "after_step"})):
+    for level, has_checks in (("OFF", False), ("INFO", True)):
         training = Training(hook, level)
         training.iterate(4)
         called.clear()
@@ -321,7 +321,9 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
             training.iterate()
         finally:
             sys.setprofile(None)
-        assert {name for name in called if not name.startswith("<")} == expected
+        assert ("log" in called) == has_checks
+        assert "digest_of" not in called
+        assert has_checks or not called
 
 
 # ------------------------------------------------------------------ what is said

@@ -211,6 +211,7 @@ def test_state_and_traffic_in_messages(rank: int, world_size: int, model: str, p
     predicted = predict(ddp.module, optim.AdamW, ranks=world_size, partition=partition, reduces_to_owner=hook != "none")
     for _ in range(2):
         before = [sharded.traffic.of(kind).bytes_sent for kind in ("reduce", "share")]
+        sharded.zero_grad()
         ddp(make_batch(torch.device("cpu"))).mean().backward()
         sharded.step()
     reduced, shared = (

@@ -110,23 +110,16 @@ def test_early_stopping_and_the_best_model(tmp_path):
     assert ours.checkpoint_callback.best_model_score == theirs.checkpoint_callback.best_model_score
 
 
-@pytest.mark.parametrize("norm", [2, "inf"])
-def test_norms_of_gradients_are_logged(norm):
+def test_norms_of_gradients_are_logged():
     import lightning.pytorch as pl
     from lightning.pytorch.utilities import grad_norm
 
     class Log(pl.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
-            module.log_dict(grad_norm(module, norm))
+            module.log_dict(grad_norm(module, 2))
 
-    def options(is_sharded: bool) -> dict[str, Any]:
-        from zeroshard_integrations.lightning import ZeroShardStrategy
-
-        largest = {"strategy": ZeroShardStrategy(norms=(2, float("inf")))} if is_sharded and norm == "inf" else {}
-        return {"callbacks": [Log()], **largest}
-
-    ours, _ = assert_equal(options)
-    assert ours.callback_metrics[f"grad_{float(norm)}_norm_total"] > 0
+    ours, _ = assert_equal(lambda _: {"callbacks": [Log()]})
+    assert ours.callback_metrics["grad_2.0_norm_total"] > 0
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -115,9 +115,8 @@ _NORMS = """
 ## Norms
 
 With `reduce_to_owner_hook` every rank learns the 2-norms of all gradients at the end of backward, for torch's
-`clip_grad_norm_`; `norms=False` leaves that out, and `norms=(2, math.inf)` adds the largest magnitudes. Processor time
-of all threads of a rank, in an iteration with SGD on 64 rows, all ranks on two cores.
-Ratios are medians of 15 rounds, with quartiles.
+`clip_grad_norm_`; `norms=False` leaves that out. Processor time of all threads of a rank, in an iteration with SGD
+on 64 rows, all ranks on two cores. Ratios are medians of 15 rounds, with quartiles.
 
 | model | ranks | partition | | iteration | without norms | ratio |
 | --- | ---: | --- | --- | ---: | ---: | ---: |

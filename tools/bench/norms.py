@@ -7,7 +7,6 @@ threads of a rank, so that other work on the machine changes little; ratios are 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,11 +67,11 @@ class Contender:
     """How one iteration is made.
 
     Attributes:
-        norms: which norms the hook exchanges.
+        norms: whether the hook exchanges norms.
         clips: whether gradients are clipped by torch's function.
     """
 
-    norms: bool | tuple[float, ...] = True
+    norms: bool = True
     clips: bool = False
 
 
@@ -80,7 +79,6 @@ WITHOUT, WITH = "norms=False", "norms=True"
 CONTENDERS = {
     WITHOUT: Contender(norms=False),
     WITH: Contender(),
-    "norms=(2, math.inf)": Contender(norms=(2, math.inf)),
     "norms=True, torch's clip_grad_norm_": Contender(clips=True),
 }
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm._torch_private import backends_of, supports_coalescing, timeout_of
 from zeroshard_comm.errors import PeerLostError, unconnected
-
-if TYPE_CHECKING:
-    from zeroshard_comm.ring import Connections
+from zeroshard_comm.traffic import Traffic
 
 _T = TypeVar("_T")
 
@@ -32,6 +31,26 @@ ABORT = "ZEROSHARD_ABORT"
 
 _TAG_NOTHING = 0x5A530005
 """Tag of receives for which no message is ever sent."""
+
+
+class GroupConnections(ABC):
+    """zeroshard's own connections between the ranks of a process group; see :class:`zeroshard_comm.ring.Connections`.
+
+    Attributes:
+        channel: the group for messages.
+    """
+
+    channel: RankGroup
+
+    @abstractmethod
+    def combine(
+        self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: PeerLostError | None = None
+    ) -> torch.Tensor:
+        """Return the bitwise OR over all ranks. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this rank's connections, so that no rank waits for it."""
 
 
 @dataclass
@@ -45,7 +64,7 @@ class GroupContext:
         busy, doing: the lock that a thread holds in an agreement, and the operation that it agrees on.
     """
 
-    connections: Connections | None = None
+    connections: GroupConnections | None = None
     closed: str = ""
     optimizers: int = 0
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from zeroshard_comm._torch_private import group_of
 from zeroshard_comm.errors import PeerLostError, peer_lost, unconnected
-from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.process_group import GroupConnections, RankGroup
 from zeroshard_comm.rounds import combine_in_rounds, lost_by_another
 from zeroshard_comm.traffic import Traffic
 
@@ -51,7 +51,7 @@ _TAG_LOST = 0x5A530006
 _TAG_CLOSING = 0x5A530007
 
 
-class Connections:
+class Connections(GroupConnections):
     """Connections between the ranks of a process group. Closing them closes none of the user's.
 
     ``channel`` is the group for messages, which torch does not list; the ring has another group. The constructor is a

@@ -32,8 +32,8 @@ class ZeroShardPlugin:
 
     Args:
         accelerator: has no other parallelism than DistributedDataParallel. It may have a single process.
-        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`; ``(2, math.inf)`` for
-            ``accelerator.clip_grad_norm_(..., norm_type=math.inf)``.
+        norms: whether every rank learns the 2-norms of gradients; see
+            :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
 
     Raises:
         ValueError: if the accelerator uses another parallelism.
@@ -44,7 +44,7 @@ class ZeroShardPlugin:
         model, optimizer, batches = ZeroShardPlugin(accelerator).prepare(model, optimizer, batches)
     """
 
-    def __init__(self, accelerator: Accelerator, *, norms: bool | Sequence[float] = True) -> None:
+    def __init__(self, accelerator: Accelerator, *, norms: bool = True) -> None:
         check_parallelism(accelerator)
         self._accelerator, self._norms = accelerator, norms
         self._optimizers: list[ZeroRedundancyOptimizer] = []
@@ -112,9 +112,7 @@ class ZeroShardPlugin:
             check_whole([optimizer.state_dict() for optimizer in self._optimizers])
 
 
-def reduce_to_owners(
-    model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool | Sequence[float] = True
-) -> None:
+def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool = True) -> None:
     """Register the hook on a model, if Accelerate has wrapped it, for the optimizer that has its parameters.
 
     Raises:

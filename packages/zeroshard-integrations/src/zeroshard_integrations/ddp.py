@@ -47,8 +47,8 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; what they do must be done on
     every rank.
 
-    Gradients are averaged over the ranks, as DDP does. ``no_sync()`` accumulates on each rank and sends nothing;
-    several backwards before a step add up.
+    Gradients are averaged over the ranks, as DDP does. To accumulate gradients of several backwards, make all but the
+    last under ``no_sync()``, which sends nothing: nothing can be added to a gradient that was reduced.
 
     ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)`` works too, with fewer checks; gradients then cannot be
     kept over the second forward of a model with ``gradient_as_bucket_view=True``, in which DDP rebuilds its buckets.
@@ -102,18 +102,17 @@ def register_reduce_to_owner(
     ddp: DistributedDataParallel,
     optimizer: ZeroRedundancyOptimizer,
     *,
-    norms: bool | Sequence[float] = True,
+    norms: bool = True,
 ) -> None:
     """Register :func:`reduce_to_owner_hook`, with its conditions checked at once.
 
     Args:
         ddp: the model.
         optimizer: has all parameters that DDP reduces, and the same ranks.
-        norms: which norms of all gradients every rank learns at the end of each backward: True for norms of order 2,
-            ``(2, math.inf)`` for the largest magnitudes too. With False torch's ``clip_grad_norm_`` and ``GradScaler``
-            are refused; the optimizer's own ``clip_grad_norm_``, which takes every order, is not. A ``GradScaler``
-            finds infinities by the norm: with order 2 alone it also skips a step whose norm overflows the gradient's
-            dtype (above 1.8e19 in float32), though all values are finite.
+        norms: whether every rank learns the 2-norm of each gradient at the end of each backward. With False torch's
+            ``clip_grad_norm_`` and ``GradScaler`` are refused; the optimizer's own ``clip_grad_norm_``, which takes
+            every order, is not. A ``GradScaler`` finds infinities by the norm, so it also skips a step whose norm
+            overflows the gradient's dtype (above 1.8e19 in float32), though all values are finite.
 
     Raises:
         TypeError: if it is no sharded optimizer, or a list of several.
@@ -204,7 +203,6 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
 def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> None:
     """Let an optimizer know its model, and when that may rebuild its buckets, which copies gradients: in forwards."""
     exchange.uses_all = not (ddp.find_unused_parameters or ddp.static_graph)
-    exchange.set_in_forward(may_rebuild=False)
     # Functions: a copy of the model would copy the arguments of a partial.
     ddp.register_forward_pre_hook(lambda module, _: _begin_forward(exchange, module))
     ddp.register_forward_hook(lambda module, *_: _end_forward(exchange, module), always_call=True)
@@ -212,12 +210,13 @@ def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> Non
 
 @disable_dynamo
 def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
-    exchange.set_in_forward(may_rebuild=not has_rebuilt_buckets(ddp))
+    if not has_rebuilt_buckets(ddp):
+        exchange.begin_forward()
 
 
 @disable_dynamo
 def _end_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
-    exchange.set_in_forward(may_rebuild=False)
+    exchange.end_forward()
     config = join_config(ddp)
     # Not before the forward: a rank without data waits for that, and for the backward if it reduces.
     if config is not None and config.enable and ddp.require_backward_grad_sync:

@@ -38,8 +38,8 @@ class ZeroShardStrategy(DDPStrategy):
     The size of its state is logged where the model summary is.
 
     Args:
-        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`; ``(2, math.inf)`` for
-            ``grad_norm(module, "inf")``.
+        norms: whether every rank learns the 2-norms of gradients; see
+            :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
         **options: of Lightning's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
 
     Raises:
@@ -48,7 +48,7 @@ class ZeroShardStrategy(DDPStrategy):
         ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model.
     """
 
-    def __init__(self, *, norms: bool | Sequence[float] = True, **options: Any) -> None:  # noqa: ANN401 - passed on
+    def __init__(self, *, norms: bool = True, **options: Any) -> None:  # noqa: ANN401 - passed on
         super().__init__(**options)
         self._norms = norms
 
@@ -81,11 +81,11 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
     ``fabric.setup(model, optimizer)`` receives the model and its optimizer together.
 
     Args:
-        norms: as for :class:`ZeroShardStrategy`; ``(2, math.inf)`` for ``fabric.clip_gradients(..., norm_type="inf")``.
+        norms: whether every rank learns the 2-norms of gradients, as for :class:`ZeroShardStrategy`.
         **options: of Fabric's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
     """
 
-    def __init__(self, *, norms: bool | Sequence[float] = True, **options: Any) -> None:  # noqa: ANN401 - passed on
+    def __init__(self, *, norms: bool = True, **options: Any) -> None:  # noqa: ANN401 - passed on
         super().__init__(**options)
         self._norms = norms
 

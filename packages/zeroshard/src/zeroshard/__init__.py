@@ -1,10 +1,10 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
+from zeroshard.averages import AveragedParameters
 from zeroshard.debug.describe import BucketDescription, OptimizerDescription, TensorDescription
 from zeroshard.grads.bucket import Bucket
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.grads.placeholder import GradPlaceholder
-from zeroshard.local.averages import AveragedParameters
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.plan.eligibility import ELEMENTWISE
 from zeroshard.plan.optimizer_check import OptimizerCheck, check_optimizer

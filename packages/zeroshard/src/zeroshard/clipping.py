@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-from zeroshard_comm import agreed
+from zeroshard_comm import Coordinator, agreed
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
-    from zeroshard.grads.exchange import GradExchange
-
 
 def clip_over_ranks(
-    engine: Engine, exchange: GradExchange, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
-) -> torch.Tensor:
+    coordinator: Coordinator,
+    owned_gradients: Callable[[], list[torch.Tensor]],
+    first: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    Arguments and result are as for :meth:`ZeroRedundancyOptimizer.clip_grad_norm_`. The host does not wait for an
-    accelerator, unless ``error_if_nonfinite`` asks for the norm.
+    The host does not wait for an accelerator, unless ``error_if_nonfinite`` asks for the norm.
+
+    Args:
+        coordinator: the channel of the ranks' agreements.
+        owned_gradients: returns this rank's parts of all gradients, or raises an error, which every rank raises.
+        first: the first parameter, of whose dtype and device the norm is.
+        max_norm: the largest norm that is not scaled down; the same on all ranks.
+        norm_type: the p of the p-norm; the same on all ranks.
+        error_if_nonfinite: whether a norm that is infinite or NaN raises.
+
+    Returns:
+        The norm before clipping, and the factor by which gradients were scaled; None if they were not.
     """
-    coordinator, first = engine.coordinator, engine.params[0]
     parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device=first.device)
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:
         max_norm, norm_type = float(max_norm), float(norm_type)
         wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
         proposal.digest, proposal.detail = zlib.crc32(wanted.encode()), lambda: wanted
-        held = exchange.owned_gradients()
+        held = owned_gradients()
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(held, norm_type)])
             parts[coordinator.ranks.rank] = torch.linalg.vector_norm(norms, norm_type)
@@ -41,12 +52,12 @@ def clip_over_ranks(
         )
     # As torch: NaN stays, and spreads.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if first.device.type != "cpu" or float(scale) != 1.0:
-        factor = float(scale) if first.device.type == "cpu" else scale
-        if held:
-            foreach_mul_(held, factor)
-        exchange.operations.clipped(factor)
-    return total.to(first.dtype)
+    if first.device.type == "cpu" and float(scale) == 1.0:
+        return total.to(first.dtype), None
+    factor = float(scale) if first.device.type == "cpu" else scale
+    if held:
+        foreach_mul_(held, factor)
+    return total.to(first.dtype), factor
 
 
 def _explain(here: str, there: str, rank: int, other: int) -> str:

@@ -11,28 +11,29 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from zeroshard_comm import Coordinator, PeerLostError, Position, RankGroup, Traffic, agreed
+from zeroshard_comm import Coordinator, DifferentCallsError, PeerLostError, Position, RankGroup, Traffic, agreed
 
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import StepChecks
-from zeroshard.debug.describe import describe
+from zeroshard.debug.describe import OptimizerDescription, describe
+from zeroshard.grads.bucket import BucketState
 from zeroshard.grads.early_steps import EarlySteps
-from zeroshard.grads.exchange import GradExchange, StepMode
+from zeroshard.grads.exchange import GradExchange, StepCalls, StepMode
+from zeroshard.guard import Guard
 from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
-from zeroshard.local.train_mode import call_on_all_ranks
+from zeroshard.local.train_mode import send_groups, versions_of
 from zeroshard.param_buffers import ParamBuffers, broadcast_all
 from zeroshard.plan.costs import with_classes
 from zeroshard.plan.group_classes import GroupClass, names_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
-from zeroshard.plan.layout import Layout, Policy, first_layout, next_layout, renamed, same_shards, with_settings
-from zeroshard.state.check import StateSchema
-from zeroshard.state.consolidate import consolidate
-from zeroshard.state.initialize import init_state, is_torchs_own_step
-from zeroshard.state.load import load
+from zeroshard.plan.layout import Layout, Policy, Seen, first_layout, next_layout, renamed, same_shards, with_settings
+from zeroshard.state.checkpoints import Checkpoints, LayoutCalls
+from zeroshard.state.initialize import is_torchs_own_step
+from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.step import Seen, step
+from zeroshard.step import agree_to_begin, broadcast_and_agree, update
 
 _logger = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
 
-    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly. Every
-    exchange is made in a ``with`` block of the engine, which remembers whether it was completed.
+    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly.
 
     Args:
         ranks: the group.
@@ -50,23 +50,20 @@ class Engine:
         read: reads and checks the user's arguments; returns the public param groups, and the class of each.
 
     Attributes:
-        groups: the public param groups.
         coordinator: the channel of the ranks' agreements.
         traffic: bytes, calls and waiting so far.
         policy: as given, with the class of each group, and the names of parameters.
         layout: who owns what, and which tensors are active.
-        params: all parameters, by tensor index.
         local: the local optimizer.
         buffers: where parameters lie, and how they are broadcast.
         hyperparameters: those that must be equal on all ranks.
         metadata: which state there is on all ranks.
+        checkpoints: saves and loads the state.
         join: announces calls inside Join.
         exchange: takes gradients bucket by bucket; None until a communication hook is registered, or first called.
         debugging: logs, or checks every step; None if neither is set.
-        broken: the error that every further call raises; None if all exchanges were completed.
-        refused: why the loop was refused: it misused a hook, until a state is loaded; else empty.
-        suspended: why parameters may not be stepped or loaded now, if they may not.
-        last_mode: ``train`` or ``eval``, if that was called last.
+        guard: remembers errors that outlive a call; the context of every exchange.
+        last_mode: the last of ``train`` and ``eval`` that was called; empty before.
 
     Raises:
         Exception: an error of any rank in reading or planning, on every rank.
@@ -83,11 +80,10 @@ class Engine:
         self.traffic, self.policy = Traffic(), policy
         self.coordinator = coordinator = Coordinator(ranks, self.traffic)
         self.exchange: GradExchange | None = None
-        self.broken: RuntimeError | None = None
-        self.refused = self.suspended = self.last_mode = ""
+        self.guard, self.last_mode = Guard(coordinator), ""
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
-            self.groups, classes = read()
-            groups, policy = self.groups, with_classes(policy, classes, self.groups)
+            groups, classes = read()
+            policy = with_classes(policy, classes, groups)
             self.policy, self.layout = policy, first_layout(policy, groups)
             self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank)
             if policy.has_several:
@@ -98,71 +94,63 @@ class Engine:
         begins_with_state = coordinator.flagged
         coordinator.position = Position(ranks.context.number_optimizer(), name, 0)
         self.buffers = ParamBuffers(coordinator, as_bucket_view=policy.as_bucket_view)
-        self.params = parameters_of(groups)
         self.hyperparameters = Hyperparameters()
         self.hyperparameters.update(groups)
         self._lay_out()
         weak = weakref.proxy(self)
-        self.metadata, self.join = StateMetadata(weak), JoinState(weak)
+        self.metadata = StateMetadata(coordinator, self.local)
+        self.join = JoinState(
+            coordinator,
+            self.local,
+            self.hyperparameters,
+            step=lambda arguments: weak.apply_step(arguments),
+            consolidate=lambda target: weak.apply_consolidation(target),
+        )
         if begins_with_state:
             self.metadata.exchange("ZeroRedundancyOptimizer()")
-        self.debugging = None if policy.debug_level == "OFF" else StepChecks(weak)
-        self._schema = StateSchema()
+        self.debugging: StepChecks | None = None
+        if policy.debug_level != "OFF":
+            self.debugging = StepChecks(coordinator, self.local, compares=policy.debug_level == "DETAIL")
+        calls = LayoutCalls(lambda: weak.layout, lambda: weak.update_layout(), lambda layout: weak.adopt(layout))
+        self.checkpoints = Checkpoints(coordinator, self.local, self.metadata, self.hyperparameters, calls)
         if _logger.isEnabledFor(logging.INFO):
-            _logger.info("%s", describe(self).to_text())
+            _logger.info("%s", self.describe().to_text())
+
+    def describe(self) -> OptimizerDescription:
+        """Describe the optimizer as it is now. Not collective."""
+        return describe(self.coordinator, self.policy, self.layout, self.local, self.metadata, self._buckets())
+
+    def _buckets(self) -> Sequence[BucketState]:
+        return list(self.exchange.buckets.by_index.values()) if self.exchange is not None else []
 
     # ------------------------------------------------------------------ what every collective call begins with
 
-    def collective(self) -> Engine:
+    def collective(self) -> Guard:
         """Return the context of a call in which all ranks exchange something, and which Join refuses."""
         self._announce(Call.REFUSED)
-        return self
-
-    def __enter__(self) -> None:
-        """Raise if an earlier exchange was left incomplete."""
-        self.check_broken()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Remember if this exchange was left incomplete."""
-        if error is not None and (isinstance(error, PeerLostError) or not isinstance(error, Exception)):
-            self.mark_broken(error)
-
-    def check_broken(self) -> None:
-        """Raise a PeerLostError, or a RuntimeError if no rank was lost, if an exchange was left incomplete here."""
-        if self.broken is not None:
-            raise type(self.broken)(*self.broken.args)
-
-    def mark_broken(self, error: BaseException) -> None:
-        """Let :meth:`check_broken` raise from now on: a later message could be mistaken for one that is under way.
-
-        If a rank was lost, or this one was interrupted (by a `BaseException` that is no `Exception`), no other rank
-        waits for this one any more. An interruption of a single rank breaks nothing.
-        """
-        is_interruption, ranks = not isinstance(error, Exception), self.coordinator.ranks
-        if is_interruption and self.coordinator.is_single_rank:
-            return
-        if is_interruption or isinstance(error, PeerLostError):
-            ranks.close(error)
-        if self.broken is None:
-            kind = PeerLostError if isinstance(error, PeerLostError) else RuntimeError
-            self.broken = kind(
-                f"rank {ranks.rank}: an earlier call was not finished, and messages of it may still be "
-                f"on their way: load a checkpoint and build the optimizer again, on a new process group. It was ended "
-                f"by: {type(error).__name__ if is_interruption else error}"
-            )
-
-    def check_allowed(self) -> None:
-        """Raise a RuntimeError if parameters may not be stepped, loaded or added now."""
-        if self.suspended:
-            raise RuntimeError(self.suspended)
+        return self.guard
 
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
-        self.check_broken()
+        self.guard.check_broken()
         if self.join.context is not None:
             self.join.announce(call, **arguments)
 
     # ------------------------------------------------------------------ the layout
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The public param groups."""
+        return self.local.groups
+
+    @groups.setter
+    def groups(self, groups: list[ParamGroup]) -> None:
+        self.local.groups = groups
+
+    @property
+    def params(self) -> Sequence[torch.Tensor]:
+        """All parameters, by tensor index."""
+        return self.local.params
 
     def update_layout(self) -> Layout:
         """Return the layout that fits the user's changes since the last step.
@@ -174,7 +162,7 @@ class Engine:
         Raises:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
-        self.check_allowed()
+        self.guard.check_allowed()
         check_capture(self.coordinator.ranks, self.params, self.layout.plan)
         check_members(self.groups, self.params)
         layout = self.current_layout()
@@ -209,8 +197,9 @@ class Engine:
         _logger.debug("rank %d takes over another layout", self.coordinator.ranks.rank)
         if not same_shards(layout.plan, self.layout.plan) or len(self.groups) != len(self.local.optim.param_groups):
             self.local.rebuild(self.groups, layout.plan, self.policy.classes)
+        else:
+            self.local.use(self.groups, layout.plan)
         self.layout = layout
-        self.params = parameters_of(self.groups)
         self._lay_out()
 
     def to_text(self) -> str:
@@ -222,7 +211,7 @@ class Engine:
         self.local.rebind()
         self.local.masters.refresh()
         if self.exchange is not None:
-            self.exchange.buckets.lay_out()
+            self.exchange.buckets.lay_out(self.layout)
 
     def ever_trained(self) -> tuple[bool, ...]:
         """Tell per tensor whether it was trainable in a step, or has state on any rank; the same on all ranks."""
@@ -247,7 +236,7 @@ class Engine:
             try:
                 with agreed(self.coordinator, "add_param_group()") as proposal:
                     proposal.set(layout.config)
-                    self.check_allowed()
+                    self.guard.check_allowed()
                     self.current_layout()
                     classes = [*self.policy.classes, append()]
                     policy = with_classes(self.policy, classes, self.groups)
@@ -283,7 +272,7 @@ class Engine:
         """Make a step, or check the one that backward has made."""
         exchange, early = self.exchange, self.early_steps
         may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
-        if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
+        if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self.params, self.groups):
             return self.init_state()
         if early is not None:
             # Nothing is sent here, and errors are raised only on this rank.
@@ -292,7 +281,8 @@ class Engine:
                     "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
                     "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
                 )
-            return early.check_step()
+            assert exchange is not None
+            return exchange.accept_step()
         error: Exception | None = None
         inner = arguments
         if arguments and self.policy.has_several:
@@ -302,17 +292,115 @@ class Engine:
         self._announce(Call.STEP if closure is None else Call.REFUSED, **arguments)
         if closure is not None:
             try:
-                with self, torch.enable_grad():
+                with self.guard, torch.enable_grad():
                     loss = closure()
                 inner = {**arguments, "closure": lambda: loss}
             except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
                 error = raised
         return self.apply_step(inner, error)
 
+    def look(self, *, in_backward: bool = False) -> Seen:
+        """Look at what the user did since the last step. Returns an error, so that the agreement raises it."""
+        if in_backward and self.buffers.moved():
+            # Rebound data is copied into its buffer after the backward, which may still read what is there.
+            return Seen(self.layout, is_new=True)
+        try:
+            if self.exchange is not None and not in_backward:
+                self.exchange.prepare_step()
+            layout = self.update_layout()
+            self.local.check_gradients()
+            if self.guard.refused:
+                raise RuntimeError(self.guard.refused)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            return Seen(self.layout, error=error)
+        return Seen(layout, layout is not self.layout)
+
     def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
-        """Make a step; see :func:`zeroshard.step.step`."""
-        with self:
-            return step(self, arguments, error, seen)
+        """Make a step. Collective.
+
+        Args:
+            arguments: keyword arguments of the inner step.
+            error: what went wrong on this rank before the step, which every rank raises.
+            seen: what :meth:`look` has returned at the begin of the backward that may have stepped some buckets.
+
+        Returns:
+            What the inner step returned.
+
+        Raises:
+            DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
+                (numbers, strings, lists and dicts of them).
+            PeerLostError: if a rank is gone.
+            Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
+                converted or exchanged.
+        """
+        with self.guard:
+            return self._step(arguments, error, seen or self.look(), in_backward=seen is not None)
+
+    def _step(self, arguments: Mapping[str, Any], error: Exception | None, seen: Seen, *, in_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
+        coordinator, digest, failure, result = self.coordinator, None, None, None
+        error = error or seen.error
+        try:
+            digest = self.hyperparameters.update(self.groups)
+        except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            error = error or raised
+        if not seen.is_agreed:
+            self._agree_to_begin(seen.layout, error, in_backward=in_backward)
+            error = None
+        if coordinator.position is not None:
+            coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
+        if self.exchange is not None:
+            self.exchange.table.norms.forget()
+        # Inside Join a rank without data gets only what it needs for a step.
+        if self.debugging is not None and self.exchange is None and self.join.context is None:
+            self.debugging.compare_gradients()
+        self.adopt(seen.layout)
+        self.metadata.drop_consolidated()
+        try:
+            if error is not None:
+                raise error
+            result = update(self.local, self.exchange, arguments, in_backward=in_backward)
+        except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and must learn of the error
+            failure = raised
+        self._end_step(digest, failure, in_backward=in_backward)
+        self.local.masters.record_written()
+        sync_groups(self.local.optim.param_groups, self.groups)
+        self.hyperparameters.record_written(self.groups)
+        if self.debugging is not None:
+            self.debugging.compare_params(self.layout.active, keeps_state=self.early_steps is not None)
+            self.debugging.log([state.tensors for state in self._buckets()], lambda: self.describe().to_text())
+        return result
+
+    def _agree_to_begin(self, layout: Layout, error: Exception | None, *, in_backward: bool) -> None:
+        try:
+            agree_to_begin(self.coordinator, layout, self.exchange, error)
+        except (PeerLostError, DifferentCallsError) as lost:
+            if in_backward:
+                # Messages sent early will not be waited for.
+                self.guard.mark_broken(lost)
+            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
+            if error is not None and isinstance(lost, PeerLostError):
+                raise error from lost
+            raise
+        except Exception:
+            # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
+            if in_backward:
+                self._end_step(None, None, in_backward=True)
+            raise
+
+    def _end_step(self, digest: int | None, failure: Exception | None, *, in_backward: bool) -> None:
+        """Broadcast and agree; raise what any rank's update has raised, on every rank. Collective."""
+        sent = self.exchange.broadcasts if self.exchange is not None and in_backward else []
+        broadcasts = sent or [self.buffers.broadcast]
+        try:
+            found = broadcast_and_agree(self.coordinator, broadcasts, self.metadata, digest, self.to_text, failure)
+        except Exception as raised:
+            if self.exchange is not None:
+                self.guard.mark_broken(raised)
+            if failure is not None and isinstance(raised, PeerLostError):
+                raise failure from raised
+            raise
+        if found is not None:
+            raise found
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters."""
@@ -325,8 +413,18 @@ class Engine:
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
-        with self:
-            return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        with self.guard:
+            norm, factor = clip_over_ranks(
+                self.coordinator,
+                self.exchange.owned_gradients,
+                self.params[0],
+                max_norm,
+                norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+            )
+        if factor is not None:
+            self.exchange.table.norms.clipped(factor)
+        return norm
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
         """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
@@ -339,17 +437,51 @@ class Engine:
 
         def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
             with self.collective():
-                return call_on_all_ranks(self, name)
+                return self._call_on_all_ranks(name)
 
         return call
 
-    def take_buckets(
-        self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool | Sequence[float]
-    ) -> GradExchange:
+    def _call_on_all_ranks(self, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
+        """Call ``train`` or ``eval`` of the local optimizer; replicas are equal even after an error. Collective."""
+        coordinator, local = self.coordinator, self.local
+        with agreed(coordinator, f"{name}()") as proposal:
+            layout = self.update_layout()
+            proposal.set(layout.config)
+        self.adopt(layout)
+        self.hyperparameters.update(self.groups)
+        last, self.last_mode, before = self.last_mode, "", versions_of(local)
+        with agreed(coordinator, f"the end of {name}()"):
+            try:
+                result = getattr(local.optim, name)()
+                self.last_mode = name
+            finally:
+                local.masters.round()
+                # Frameworks call train() before every batch.
+                is_alike = last == name == self.last_mode and before == versions_of(local)
+                if (
+                    coordinator.agree(f"what {name}() has changed", flag=not is_alike)
+                    and not coordinator.is_single_rank
+                ):
+                    self.broadcast_params()
+                    send_groups(coordinator, local)
+                sync_groups(local.optim.param_groups, self.groups)
+                self.hyperparameters.record_written(self.groups)
+        return result
+
+    def take_buckets(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> GradExchange:
         """Take gradients bucket by bucket from now on; all ranks give the same names to parameters without."""
         self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
         self.layout = renamed(self.policy, self.layout, self.groups)
-        self.exchange = GradExchange(self, mode, norms=norms)
+        weak: Engine = weakref.proxy(self)
+        calls = StepCalls(
+            look=lambda in_backward: weak.look(in_backward=in_backward),
+            step=lambda seen: weak.apply_step({}, seen=seen),
+            checksum=lambda: weak.hyperparameters.update(weak.groups),
+            edited_state=lambda: weak.debugging.edited_state() if weak.debugging is not None else "",
+        )
+        self.exchange = GradExchange(
+            self.coordinator, self.guard, self.local, self.buffers, self.layout, calls, mode, norms=norms
+        )
         return self.exchange
 
     # ------------------------------------------------------------------ state
@@ -366,40 +498,24 @@ class Engine:
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
         """Like :meth:`consolidate`, with a checked rank."""
-        with self:
-            self.metadata.consolidated = consolidate(self, target, to)
-        self.metadata.consolidated_to = target
+        with self.guard:
+            self.checkpoints.consolidate(target, to)
+
+    def list_state(self) -> StateDict:
+        """List the whole state, without communication."""
+        return list_state(self.local, self.metadata, self.hyperparameters)
 
     def init_state(self) -> None:
         """Make the state of all ranks, if there is none."""
         with self.collective():
-            init_state(self)
+            self.checkpoints.init_state()
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None = None) -> bool:
-        """Load a state dict on all ranks, or on none; False if there was nothing to load."""
+        """Load a state dict on all ranks, or on none; return False if there was nothing to load."""
         with self.collective():
-            is_loaded = load(self, self._schema, read, from_rank, group)
+            is_loaded = self.checkpoints.load(read, from_rank, group)
         if is_loaded:
-            self.refused = ""
+            self.guard.refused = ""
             if self.early_steps is not None:
                 self.early_steps.reset()
         return is_loaded
-
-    def take_over_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
-        """Adopt a layout that ranks have agreed on, and install state on all ranks, or on none. Collective.
-
-        ``install`` replaces state and param groups of the local optimizer, and does not change the old ones, which are
-        there again after an error.
-        """
-        before = [(member, member.state, member.param_groups) for member in self.local.members]
-        try:
-            with agreed(self.coordinator, f"the end of {operation}"):
-                self.adopt(layout)
-                install()
-            self.metadata.exchange(f"the state after {operation}")
-            self.metadata.drop_consolidated()
-        except BaseException:
-            for member, state, groups in before:
-                member.state, member.param_groups = state, groups
-            self.local.extra.end_load(failed=True)
-            raise

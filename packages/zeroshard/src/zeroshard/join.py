@@ -10,16 +10,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from zeroshard_comm import Coordinator, DisagreementError, PeerLostError, agreed
 
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.groups import hyperparameters_of
+from zeroshard.plan.hyperparameters import Hyperparameters
 from zeroshard.state.serialization import receive_value, send_value, write_value
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 __all__ = ["Call", "JoinCall", "JoinRound", "JoinState", "exchange_calls", "fail", "receive_value", "send_value"]
 
@@ -120,17 +119,32 @@ def fail(coordinator: Coordinator, error: Exception) -> None:
 class JoinState:
     """Announces the calls of one optimizer, and sends ranks without data the values that they need.
 
+    Args:
+        coordinator: the channel of the ranks' agreements.
+        local: has the param groups, parameters and shards.
+        hyperparameters: knows what the user has written to param groups.
+        step: makes a step with some keyword arguments. Collective.
+        consolidate: gathers the state on a rank. Collective.
+
     Attributes:
         context: announces a call in the Join context that the optimizer is in; None outside. Contexts change it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        local: LocalOptimizer,
+        hyperparameters: Hyperparameters,
+        step: Callable[[Mapping[str, Any]], object],
+        consolidate: Callable[[int], object],
+    ) -> None:
+        self._coordinator, self._local, self._hyperparameters = coordinator, local, hyperparameters
+        self._step, self._consolidate = step, consolidate
         self.context: Callable[[Call], JoinRound] | None = None
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside."""
-        if self.context is None or self._engine.coordinator.is_single_rank:
+        if self.context is None or self._coordinator.is_single_rank:
             return
         join_round = self.context(call)
         if join_round.joined and join_round.running:
@@ -138,17 +152,17 @@ class JoinState:
 
     def take_part(self, join_round: JoinRound) -> None:
         """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""
-        engine, arguments = self._engine, self._exchange_values(join_round, {})
+        arguments = self._exchange_values(join_round, {})
         if join_round.made.call is Call.CONSOLIDATE:
-            engine.apply_consolidation(**arguments)
+            self._consolidate(arguments["target"])
             return
-        engine.apply_step(arguments)
-        for param in engine.params:
+        self._step(arguments)
+        for param in self._local.params:
             param.grad = None
 
     def _exchange_values(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send ranks without data what a call needs, or receive and set it there; return its arguments. Collective."""
-        coordinator, source, call = self._engine.coordinator, join_round.running[0], join_round.made.call
+        coordinator, source, call = self._coordinator, join_round.running[0], join_round.made.call
         rank, written = coordinator.ranks.rank, dict[int, Any]()
         with agreed(coordinator, "a method inside Join"):
             if call is Call.REFUSED:
@@ -171,18 +185,18 @@ class JoinState:
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return what all ranks without data need for a call; raise a StateMapError if it cannot be sent."""
-        groups = [hyperparameters_of(group) for group in self._engine.groups]
-        self._engine.hyperparameters.update(self._engine.groups)
+        groups = [hyperparameters_of(group) for group in self._local.groups]
+        self._hyperparameters.update(self._local.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
             # Raises.
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
-        return {"groups": groups, "agreed": dict(self._engine.hyperparameters.agreed), "arguments": dict(arguments)}
+        return {"groups": groups, "agreed": dict(self._hyperparameters.agreed), "arguments": dict(arguments)}
 
     def _tensors_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the parts that another rank owns, and their gradients: the loop may have changed both."""
-        plan, params = self._engine.layout.plan, self._engine.params
+        plan, params = self._local.plan, self._local.params
         found = dict[int, tuple[torch.Tensor, torch.Tensor | None]]()
         for shard in plan.of_rank(peer):
             param, grad = params[shard.tensor].detach(), params[shard.tensor].grad
@@ -192,7 +206,7 @@ class JoinState:
         return found
 
     def _set_hyperparameters(self, received: Mapping[str, Any]) -> None:
-        groups, hyperparameters = self._engine.groups, self._engine.hyperparameters
+        groups, hyperparameters = self._local.groups, self._hyperparameters
         for from_group, to_group in zip(received["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
@@ -204,10 +218,10 @@ class JoinState:
 
     def _set_tensors(self, received: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Set this rank's parts of parameters and gradients; what it owns nothing of has no gradient."""
-        for param in self._engine.params:
+        for param in self._local.params:
             param.grad = None
         for tensor, (values, grad) in received.items():
-            shard = self._engine.local.shards[tensor]
+            shard = self._local.shards[tensor]
             shard.local_view.copy_(values)
             if grad is not None and shard.is_cut:
                 # The optimizer looks at this rank's part alone.

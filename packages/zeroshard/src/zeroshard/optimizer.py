@@ -22,7 +22,7 @@ from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Level, Plan, Strategy
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.debug.describe import OptimizerDescription, describe
+from zeroshard.debug.describe import OptimizerDescription
 from zeroshard.engine import Engine
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import JoinState
@@ -32,7 +32,7 @@ from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_clas
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
 from zeroshard.plan.layout import Policy
 from zeroshard.state.classes import with_part
-from zeroshard.state.listing import StateDict, list_state
+from zeroshard.state.listing import StateDict
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
 from zeroshard.state.view import StateView
 
@@ -139,7 +139,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return self.param_groups, [found for _, found in taken]
 
         self._engine = Engine(ranks, policy, name_of(optimizer_class), read)
-        self._state_view = StateView(self._engine)
+        self._state_view = StateView(self._engine.local, self._engine.metadata)
         local = self._engine.local
         sync_groups(local.optim.param_groups, self.param_groups)
         self.defaults = local.optim.defaults  # as the class fills them in: schedulers look values up there
@@ -213,7 +213,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
-            RuntimeError: with a hook, between a backward that reduces and its step().
             DisagreementError: if ranks add different groups; none does then.
         """
         register, constructors = super().add_param_group, self._constructors
@@ -284,7 +283,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = list_state(self._engine)
+        state_dict = self._engine.list_state()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -326,7 +325,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if group is not None and given:
                 if from_rank is not None or keys != "indices":
                     raise ValueError("load_state_dict(group=...) takes neither from_rank nor keys")
-                return with_part(list_state(self._engine), self.group_assignment, group, given)
+                return with_part(self._engine.list_state(), self.group_assignment, group, given)
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
         if self._engine.load(read, from_rank, group):
@@ -378,7 +377,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         ``print(optimizer)`` shows it as text; ``dataclasses.asdict()`` makes a dict of it.
         """
-        return describe(self._engine)
+        return self._engine.describe()
 
     @property  # type: ignore[override] # torch annotates it narrowly
     def state(self) -> MutableMapping[Any, Any]:
@@ -470,20 +469,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         mode: StepMode,
         names: Mapping[torch.Tensor, str] = MappingProxyType({}),
         *,
-        norms: bool | Sequence[float] = True,
+        norms: bool = True,
     ) -> GradExchange:
         """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
         Args:
             mode: when shards are stepped.
             names: the model's names, for errors about parameters without names; the same on all ranks.
-            norms: which norms of all gradients every rank learns at the end of each backward, so that torch's
-                functions for clipping work: True for order 2, False for none, or a tuple of 2, ``math.inf`` or both.
-                The first call decides; there are none if shards are stepped during it.
+            norms: whether every rank learns the 2-norms of all gradients at the end of each backward, so that torch's
+                functions for clipping work. The first call decides; there are none if shards are stepped during it.
 
         Raises:
             ValueError: if gradients are taken in another way already, ``overlap_with_ddp`` is another mode's,
-                parameters cannot be exchanged in buckets, or norms of other orders are asked for; or inside Join.
+                parameters cannot be exchanged in buckets, or the optimizer is in a Join block.
         """
         if self._engine.join.context is not None:
             raise ValueError(
@@ -535,7 +533,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not hasattr(self, "_engine"):
             # Its constructor has raised.
             return object.__repr__(self)
-        return f"{type(self).__name__} of {describe(self._engine).to_text()}"
+        return f"{type(self).__name__} of {self._engine.describe().to_text()}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Refuse pickling and deep copies: a process group cannot be copied.

@@ -9,18 +9,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
-from zeroshard_comm import DisagreementError
+from zeroshard_comm import Coordinator, DisagreementError
 
-from zeroshard.debug.describe import describe
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.layout import label_in
 from zeroshard.state.placeholder import leaves
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 _logger = logging.getLogger("zeroshard.debugging")
 
@@ -29,47 +25,49 @@ class StepChecks:
     """Logs plan, buckets and traffic after the first step and after changes, and at DETAIL checks every step.
 
     Args:
-        engine: of the optimizer; with the level DETAIL constructing the checks is collective.
+        coordinator: the channel of the ranks' agreements.
+        local: has the parameters, and the state of this rank.
+        compares: whether ranks are compared, at the level DETAIL; constructing the checks is collective then.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._compares = engine, engine.policy.debug_level == "DETAIL"
+    def __init__(self, coordinator: Coordinator, local: LocalOptimizer, *, compares: bool) -> None:
+        self._coordinator, self._local, self._compares = coordinator, local, compares
         self._logged: object = None
         self._state: dict[int, list[object]] = {}
-        if self._compares:
-            # Others have rank 0's values, or get them when DistributedDataParallel is built.
-            ignored = [param if getattr(param, "_ddp_ignored", False) else None for param in engine.params]
-            self._compare("parameter, ignored by DistributedDataParallel,", ignored, "ZeroRedundancyOptimizer()")
+        # Others have rank 0's values, or get them when DistributedDataParallel is built.
+        ignored = [param if getattr(param, "_ddp_ignored", False) else None for param in local.params]
+        self._compare("parameter, ignored by DistributedDataParallel,", ignored, "ZeroRedundancyOptimizer()")
 
-    def before_update(self) -> None:
-        """Compare the gradients, if no hook reduces them. Collective."""
-        engine = self._engine
-        # Inside Join a rank without data gets only what it needs for a step.
-        if self._compares and engine.exchange is None and engine.join.context is None:
-            self._compare("gradient of", [param.grad for param in engine.params], "step(), before the update")
+    def compare_gradients(self) -> None:
+        """Compare the gradients, which no hook reduces. Collective."""
+        self._compare("gradient of", [param.grad for param in self._local.params], "step(), before the update")
 
-    def after_step(self) -> None:
-        """Compare the parameters, and log what has changed. Collective."""
-        engine = self._engine
-        if self._compares:
-            active = zip(engine.params, engine.layout.active, strict=True)
-            changed = [param if is_active else None for param, is_active in active]
-            self._compare("parameter", changed, "step(), after parameters were broadcast")
-            self._state = self._digests_of_state() if engine.early_steps is not None else {}
-        buckets = engine.exchange.buckets.by_index.items() if engine.exchange is not None else ()
-        present = engine.layout.plan, [(index, bucket.tensors) for index, bucket in buckets]
+    def compare_params(self, active: Sequence[bool], *, keeps_state: bool) -> None:
+        """Compare the parameters that a step has changed. Collective.
+
+        Args:
+            active: whether a step may have changed the parameter, by tensor.
+            keeps_state: whether :meth:`edited_state` will be asked, because a backward has made the step.
+        """
+        changed = [param if is_active else None for param, is_active in zip(self._local.params, active, strict=True)]
+        self._compare("parameter", changed, "step(), after parameters were broadcast")
+        self._state = self._digests_of_state() if keeps_state and self._compares else {}
+
+    def log(self, buckets: Sequence[Sequence[int]], description: Callable[[], str]) -> None:
+        """Log a description if the plan, or the tensors of the buckets, have changed since the last one."""
+        present = self._local.plan, buckets
         if present != self._logged:
             self._logged = present
-            _logger.info("%s\n%s", describe(engine).to_text(), engine.layout.plan)
+            _logger.info("%s\n%s", description(), self._local.plan)
 
     def edited_state(self) -> str:
         """Name a tensor of which this rank's state was edited since a backward has stepped; "" if there is none."""
         now = self._digests_of_state() if self._state else {}
         edited = [index for index, digests in self._state.items() if now.get(index) != digests]
-        return label_in(self._engine.layout.plan, edited[0]) if edited else ""
+        return label_in(self._local.plan, edited[0]) if edited else ""
 
     def _digests_of_state(self) -> dict[int, list[object]]:
-        local = self._engine.local
+        local = self._local
         return {
             index: [digest_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(entries)]
             for index, shard in local.shards.items()
@@ -77,8 +75,10 @@ class StepChecks:
         }
 
     def _compare(self, what: str, tensors: Sequence[torch.Tensor | None], operation: str) -> None:
-        plan = self._engine.layout.plan
-        gathered = self._engine.coordinator.gather_ints([*map(digest_of, tensors)], operation)
+        if not self._compares:
+            return
+        plan = self._local.plan
+        gathered = self._coordinator.gather_ints([*map(digest_of, tensors)], operation)
         by_tensor = list(zip(*gathered, strict=True))
         found = [index for index, of_ranks in enumerate(by_tensor) if len(set(of_ranks)) > 1]
         for index in found[:1]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import KINDS, Volume
+from zeroshard_comm import KINDS, Coordinator, Volume
 from zeroshard_core import GroupBytes, Plan, Prediction, predict
 
 from zeroshard.byte_units import format_bytes
+from zeroshard.grads.bucket import BucketState
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.group_classes import names_of
+from zeroshard.plan.layout import Layout, Policy
+from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import leaves
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 _NOTHING = GroupBytes(lambda _: 0, lambda _: 0, lambda _: 0)
 
@@ -124,10 +124,25 @@ class OptimizerDescription:
         return "\n  ".join(lines)
 
 
-def describe(engine: Engine) -> OptimizerDescription:
-    """Describe an optimizer as it is now. Not collective."""
-    plan, local, ranks = engine.layout.plan, engine.local, engine.coordinator.ranks
-    active = engine.layout.active
+def describe(
+    coordinator: Coordinator,
+    policy: Policy,
+    layout: Layout,
+    local: LocalOptimizer,
+    metadata: StateMetadata,
+    states: Iterable[BucketState],
+) -> OptimizerDescription:
+    """Describe an optimizer as it is now. Not collective.
+
+    Args:
+        coordinator: knows the rank, and the traffic so far.
+        policy: how tensors are partitioned.
+        layout: who owns what, and which tensors are active.
+        local: has the param groups, and the state of this rank.
+        metadata: knows the state of all ranks.
+        states: the buckets of a communication hook; none without one.
+    """
+    plan, active, ranks = layout.plan, layout.active, coordinator.ranks
     state = {index: local.state_of(shard) for index, shard in local.shards.items()}
     others = [entries for key, entries in local.optim.state.items() if not isinstance(key, torch.Tensor)]
     tensors = tuple(
@@ -139,31 +154,30 @@ def describe(engine: Engine) -> OptimizerDescription:
             active[index],
             spec.nbytes,
             _nbytes(state.get(index)),
-            _nbytes(engine.metadata.placeholders(index)),
+            _nbytes(metadata.placeholders(index)),
         )
         for index, spec in enumerate(plan.tensors)
     )
-    known = engine.exchange.buckets.by_index.values() if engine.exchange is not None else ()
     buckets = tuple(
         BucketDescription(
             bucket.tensors,
             sum(tensors[index].nbytes for index in bucket.tensors),
             tuple(sorted({owner for index in bucket.tensors for owner in plan.owners[index]})),
         )
-        for bucket in known
+        for bucket in states
     )
     reduced = {index for bucket in buckets for index in bucket.tensors}
     is_reduced = [index in reduced for index in range(len(tensors))]
     return OptimizerDescription(
-        names_of(engine.policy.classes),
+        names_of(policy.classes),
         ranks.rank,
         ranks.world_size,
-        engine.policy.name,
+        policy.name,
         tuple(
             f"{len(group['params'])} tensors"
-            + (f", {each.name}" if engine.policy.has_several else "")
+            + (f", {each.name}" if policy.has_several else "")
             + (f", lr {group['lr']}" if "lr" in group else "")
-            for group, each in zip(engine.groups, engine.policy.classes, strict=True)
+            for group, each in zip(local.groups, policy.classes, strict=True)
         ),
         plan.imbalance,
         sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)),
@@ -172,7 +186,7 @@ def describe(engine: Engine) -> OptimizerDescription:
         buckets,
         _predicted(plan, active).sent_in_step[ranks.rank],
         _predicted(plan, is_reduced).sent_in_backward[ranks.rank],
-        {kind: engine.coordinator.traffic.of(kind) for kind in KINDS},
+        {kind: coordinator.traffic.of(kind) for kind in KINDS},
     )
 
 

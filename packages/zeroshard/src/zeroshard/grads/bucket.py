@@ -1,10 +1,9 @@
-"""One bucket of gradients: which ranges belong to which owner, and its phase within a step."""
+"""One bucket of gradients: which ranges belong to which owner, and how they are handed to the local optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from operator import attrgetter, is_
 
 import torch
@@ -13,19 +12,11 @@ from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
 from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bound_gradients
-from zeroshard.local.shard import gradient_of
+from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
-
-
-class BucketPhase(Enum):
-    """The phase of a bucket."""
-
-    REDUCING = "its gradients are on their way to their owners"
-    REDUCED = "each owner holds the mean of its gradients"
-    STEPPED = "the owners have stepped with them"
 
 
 @dataclass(frozen=True)
@@ -58,29 +49,27 @@ class Bucket:
 
 
 class BucketState:
-    """The layout of a bucket for a plan, and the phase of the bucket.
+    """The layout of a bucket for a plan, and what the present backward has done with the bucket.
+
+    What is known of its gradients is in :class:`zeroshard.grads.table.GradTable`.
 
     Args:
-        bucket: as it came for the first time.
-        tensors: the indices of its parameters in the plan.
+        bucket: the bucket as it came for the first time.
+        tensors: the indices of its parameters in the plan; also an attribute.
 
     Attributes:
-        tensors: as given.
         params: the parameters.
-        offsets: per tensor, its first element in the bucket.
-        length: elements of the bucket.
+        offsets: the first element of each parameter's gradient in the bucket.
+        length: the number of elements of the bucket.
         buffer: the bucket, 1-D; None after :meth:`release`.
         is_last: whether the bucket was the last one of its backward.
-        announced: its number, as the framework gave it.
-        phase: see :class:`BucketPhase`.
-        owned_tensors: the tensors of the local optimizer that belong to it.
-        present: per tensor, whether any rank had a gradient in the last backward, and it was not set to None since;
-            during that backward, whether this rank has one.
-        zeroed: tensors whose gradients were set to zero since they were reduced.
+        announced: the number that the framework gave the bucket.
+        present: whether this rank has computed a gradient in the last backward, for each parameter.
+        owned_tensors: the tensors of the local optimizer that belong to the bucket.
         reducer: sends gradients to their owners.
-        broadcast: of the owners' new values to all ranks; without effect if all parameters are sent together.
+        broadcast: sends the owners' new values to all ranks; does nothing if all parameters are sent together.
         is_stepped_early: whether it was stepped during this backward.
-        failure: the error that the optimizer raised then, if any.
+        failure: the error that the optimizer raised then; None if it raised none.
     """
 
     def __init__(self, bucket: Bucket, tensors: Sequence[int]) -> None:
@@ -88,14 +77,14 @@ class BucketState:
         self.offsets, self.length = bucket.offsets, bucket.buffer.numel()
         self._strides = [param.stride() for param in bucket.params]
         self._like = bucket.buffer.new_empty(0)
-        self.zeroed: set[int] = set()
+        self._owned: dict[int, LocalShard] = {}
         self.failure: Exception | None = None
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         self._views: tuple[int, dict[int, torch.Tensor]] = (0, {})
         self._begin(bucket)
 
     def take(self, bucket: Bucket) -> bool:
-        """Take over the buffer of a further backward; False if that has other parameters."""
+        """Use the buffer of a further backward; return False if the bucket has other parameters."""
         if not self.has_params(bucket):
             return False
         if self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr():
@@ -109,19 +98,15 @@ class BucketState:
 
     def _begin(self, bucket: Bucket) -> None:
         self.buffer: torch.Tensor | None = bucket.buffer
-        self.is_last, self.announced = bucket.is_last, bucket.announced
-        self.present: tuple[bool, ...] = bucket.present
-        self.phase = BucketPhase.REDUCING
-        self.zeroed.clear()
+        self.is_last, self.announced, self.present = bucket.is_last, bucket.announced, bucket.present
         self.is_stepped_early, self.failure = False, None
 
     def release(self) -> None:
-        """Drop the bucket's memory if its gradients were used: the framework needs it for another one."""
-        if self.phase is BucketPhase.STEPPED:
-            self.buffer, self._bound, self._views = None, None, (0, {})
-            self.reducer.release()
-            for tensor in self.owned_tensors:
-                tensor.grad = None
+        """Drop the bucket's memory, whose gradients were used: the framework needs it for another bucket."""
+        self.buffer, self._bound, self._views = None, None, (0, {})
+        self.reducer.release()
+        for tensor in self.owned_tensors:
+            tensor.grad = None
 
     def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, broadcast: ParamBroadcast) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
@@ -136,16 +121,16 @@ class BucketState:
                     f"DistributedDataParallel still lays out its gradients in the old one: convert the model before "
                     f"DistributedDataParallel and the optimizer are built"
                 )
-        waiting = self.owned_gradients() if self.phase is BucketPhase.REDUCED else {}
+        before = self.owned_gradients()
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
         self._bound, self._views, self.broadcast = None, (0, {}), broadcast
         self.reducer = transport.reducer(self._runs(plan), self._like)
-        for tensor, gradient in waiting.items():
+        for tensor, gradient in before.items():
             place = self.owned_gradients().get(tensor)
             if place is not None and place.data_ptr() != gradient.data_ptr():
-                # Reduced, and not stepped yet.
+                # A step may still use it.
                 place.copy_(gradient)
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
@@ -178,30 +163,29 @@ class BucketState:
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
-    def gradients(self) -> Sequence[torch.Tensor | None]:
-        """Return this rank's parts of the gradients that are :attr:`present`, None for the others that it owns."""
-        if self.buffer is None and any(self.present):
+    def gradients(self, present: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
+        """Return this rank's parts of the gradients, None where ``present`` is False, for each shard that it owns."""
+        if self.buffer is None and any(present):
             raise RuntimeError(
                 "gradients of the first backward have been stepped and set to None, and their memory was given back: "
                 "call backward() before the next step()"
             )
-        key = (self.buffer.data_ptr() if self.buffer is not None else 0, self.present)
+        key = (self.buffer.data_ptr() if self.buffer is not None else 0, present)
         if self._bound is None or self._bound[0] != key:
             owned = self.owned_gradients()
-            self._bound = (key, [owned[self.tensors[i]] if self.present[i] else None for i in self._owned])
+            self._bound = (key, [owned[self.tensors[place]] if present[place] else None for place in self._owned])
         return self._bound[1]
 
-    def bind(self) -> None:
+    def bind(self, present: tuple[bool, ...]) -> None:
         """Hand the local optimizer :meth:`gradients`, to step with them."""
-        gradients = self.gradients()
+        gradients = self.gradients(present)
         # Optimizers and users may have replaced them meanwhile.
         if not all(map(is_, map(_grad_of, self.owned_tensors), gradients)):
             for shard, gradient in zip(self._owned.values(), gradients, strict=True):
                 shard.tensor.grad = shard.converted(gradient)
-        self.phase = BucketPhase.STEPPED
 
-    def step(self, arguments: Mapping[str, object]) -> None:
-        """Step what this rank owns of the bucket with the gradients that are :attr:`present`. No-op if stepped early.
+    def step(self, present: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
+        """Step what this rank owns of the bucket, with :meth:`gradients`. No-op if it was stepped during backward.
 
         Raises:
             Exception: what the optimizer raises, or has raised during backward.
@@ -211,13 +195,13 @@ class BucketState:
             raise failure
         if not self.is_stepped_early:
             with record_function(f"zeroshard::update bucket {self.index}"):
-                self.bind()
+                self.bind(present)
                 self._partial.step(arguments)
 
     def step_early(self) -> None:
-        """Like :meth:`step`, during backward; an error of the optimizer is kept for the :meth:`step` that follows."""
+        """Step during backward, where all ranks have all gradients; :meth:`step` raises what the optimizer raises."""
         try:
-            self.step({})
+            self.step(self.present, {})
             self.is_stepped_early = True
         except Exception as error:  # noqa: BLE001 - reported after all ranks have sent their shards
             self.failure = error

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import agreed, choose_transport
+from zeroshard_comm import Coordinator, agreed, choose_transport
 
-from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradient_view
+from zeroshard.grads.bucket import Bucket, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.grads.table import GradTable
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
-from zeroshard.param_buffers import ParamBroadcast
+from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, label_in, with_settings
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
-    from zeroshard.grads.accumulation import GradAccumulator
 
 _logger = logging.getLogger(__name__)
 
@@ -31,8 +28,11 @@ class Buckets:
     Only the exchange and a change of the layout change it.
 
     Args:
-        engine: of the optimizer.
-        gradients: where gradients are.
+        coordinator: the channel of the ranks' agreements.
+        local: the local optimizer.
+        buffers: where parameters lie.
+        layout: the layout in use.
+        table: the state of the gradients.
         is_interleaved: whether buckets are stepped one by one.
 
     Attributes:
@@ -48,12 +48,21 @@ class Buckets:
         ValueError: if parameters cannot be exchanged in buckets.
     """
 
-    def __init__(self, engine: Engine, gradients: GradAccumulator, *, is_interleaved: bool) -> None:
-        self._engine, self._gradients = engine, gradients
-        self._params, self._layout = engine.params, engine.layout
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        local: LocalOptimizer,
+        buffers: ParamBuffers,
+        layout: Layout,
+        table: GradTable,
+        *,
+        is_interleaved: bool,
+    ) -> None:
+        self._coordinator, self._local, self._buffers, self._table = coordinator, local, buffers, table
+        self._params, self._layout = local.params, layout
         self.device = common_device(self._params, self._layout)
         nbytes = sum(spec.nbytes for spec in self._layout.plan.tensors)
-        self.transport = choose_transport(engine.coordinator, self.device, nbytes)
+        self.transport = choose_transport(coordinator, self.device, nbytes)
         self.are_sent = is_interleaved and self.transport.shares_buckets
         self.by_index: dict[int, BucketState] = {}
         self.arrived: list[BucketState] = []
@@ -61,33 +70,21 @@ class Buckets:
         """Tensors reduced by backwards that finished."""
         self._is_new = self._is_expected = False
         self._alike = 0
-        engine.local.detach_shards()
-        self.lay_out()
+        local.detach_shards()
+        self.lay_out(layout)
 
-    def lay_out(self) -> None:
-        """Take over another layout of the engine, or parameters that have moved; errors as :meth:`check_layout`."""
-        params, layout = self._engine.params, self._engine.layout
-        self.check_layout(params, layout)
-        self._params, self._layout = params, layout
-        self._gradients.operations.rebuild(layout.plan)
-        self._gradients.rebuild(params, layout.plan, self._engine.local)
+    def lay_out(self, layout: Layout) -> None:
+        """Adopt a layout, or parameters that have moved; raises as :meth:`check_layout`."""
+        self.check_layout(self._local.params, layout)
+        self._params, self._layout = self._local.params, layout
+        self._table.norms.rebuild(self._layout.plan)
+        self._table.rebuild(self._params, self._layout.plan)
         for state in self.by_index.values():
             self._lay_out_bucket(state)
         self._lay_out_rest()
 
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Raise the errors of :meth:`lay_out` that may occur on one rank only, before the ranks agree on a layout.
-
-        Raises:
-            RuntimeError: if parameters are new while gradients wait for a step.
-            ValueError: if parameters cannot be exchanged in buckets.
-        """
-        grows = len(params) > len(self._params)
-        if grows and self.unstepped and not self._gradients.operations.skips_step:
-            raise RuntimeError(
-                f"parameters were added after a backward() and before its step(), and the gradient of "
-                f"{label_in(layout.plan, self.unstepped[0])} waits for it: call step() or zero_grad() before"
-            )
+        """Raise a ValueError if :meth:`lay_out` would, on this rank only: before the ranks agree on a layout."""
         if common_device(params, layout) != self.device:
             raise ValueError(
                 f"parameters were on {self.device} when the communication hook began to work, and have been moved: "
@@ -96,58 +93,43 @@ class Buckets:
 
     def _lay_out_rest(self) -> None:
         states = list(self.by_index.values())
-        self._gradients.locate(states)
+        self._table.locate(states)
         self._known = frozenset([tensor for state in states for tensor in state.tensors])
         self._outside = [tensor for tensor in range(len(self._params)) if tensor not in self._known]
         rest = [tensor for tensor in self._outside if self._layout.active[tensor]]
-        self.rest = Rest(self._engine.local, rest, self._broadcast_of(rest))
+        self.rest = Rest(self._local, rest, self._broadcast_of(rest))
 
     def _lay_out_bucket(self, state: BucketState) -> None:
         broadcast = self._broadcast_of(sorted(state.tensors))
-        state.lay_out(self._layout.plan, self._engine.local, self.transport, broadcast)
+        state.lay_out(self._layout.plan, self._local, self.transport, broadcast)
 
     def _broadcast_of(self, tensors: Sequence[int]) -> ParamBroadcast:
         """Make the broadcast of some parameters; without effect if all are sent together."""
         if not self.are_sent:
             return ParamBroadcast([], [])
-        broadcaster = self.transport.broadcaster(self._engine.buffers.segments(self._layout.plan, tensors))
+        broadcaster = self.transport.broadcaster(self._buffers.segments(self._layout.plan, tensors))
         return ParamBroadcast([self._params[i] for i in tensors], [broadcaster])
 
-    @property
-    def unstepped(self) -> Sequence[int]:
-        """The tensors with reduced gradients that wait for a step."""
-        return [
-            tensor
-            for state in self.arrived
-            if state.buffer is not None and state.phase is not BucketPhase.STEPPED
-            for tensor, param in zip(state.tensors, state.params, strict=True)
-            if tensor not in state.zeroed
-            and (type(param.grad) is GradPlaceholder or self._gradients.is_replaced(param))
-        ]
-
-    def check(self) -> None:
-        """Find out which gradients the next step will use.
-
-        Raises:
-            RuntimeError: if a gradient was never reduced, so that it differs between ranks; naming the parameter.
-        """
-        self._gradients.find_present(self.arrived)
+    def check_outside(self) -> None:
+        """Raise a RuntimeError if a parameter that is in no bucket has a gradient, which differs between ranks."""
         # Also those that were frozen, and may not be any more.
         for tensor in self._outside:
             param = self._params[tensor]
-            if param.grad is not None and not getattr(param, "_ddp_ignored", False):
-                if not self.by_index:
-                    raise self._gradients.unreduced(tensor)
-                raise RuntimeError(
-                    f"{label_in(self._layout.plan, tensor)} has a gradient, but DistributedDataParallel does not "
-                    f"reduce it, so that it differs on every rank: the model has changed since it was wrapped. Wrap it "
-                    f"again, and build a new optimizer"
-                )
+            if param.grad is None or getattr(param, "_ddp_ignored", False):
+                continue
+            if not self.by_index:
+                raise self._table.unreduced(tensor)
+            raise RuntimeError(
+                f"{label_in(self._layout.plan, tensor)} has a gradient, but DistributedDataParallel does not reduce "
+                f"it, so that it differs on every rank: the model has changed since it was wrapped. Wrap it again, and "
+                f"build a new optimizer"
+            )
 
     def bind(self) -> Sequence[LocalShard]:
         """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
+        self._table.use()
         for state in self.arrived:
-            state.bind()
+            state.bind(self._table.present(state.tensors))
         return self.rest.shards
 
     def unarrived(self) -> str:
@@ -180,7 +162,8 @@ class Buckets:
             if before is not None and before.data_ptr() != bucket.buffer.data_ptr():
                 # The framework has made new buckets, and needs the memory of the old ones.
                 for other in self.by_index.values():
-                    other.release()
+                    if other is not known or not is_known:
+                        other.release()
             self.arrived = []
         state = known if known is not None and is_known else self._add(bucket)
         self.arrived.append(state)
@@ -188,8 +171,7 @@ class Buckets:
 
     def release_replaced(self) -> None:
         """Drop the memory of used buckets that were new in the last backward: the framework may replace them now."""
-        states = self.by_index.values() if self._alike == 0 and not self._gradients.in_backward else ()
-        for state in states:
+        for state in self.by_index.values() if self._alike == 0 else ():
             if all(param.grad is None for param in state.params):
                 state.release()
 
@@ -209,8 +191,8 @@ class Buckets:
                 "DistributedDataParallel: build a new optimizer for that"
             )
         layout = self._layout
-        with agreed(self._engine.coordinator, "backward()") as proposal:
-            index_of, places = self._gradients.index_of, range(len(bucket.params))
+        with agreed(self._coordinator, "backward()") as proposal:
+            index_of, places = self._table.index_of, range(len(bucket.params))
             tensors = [_check_parameter(bucket, place, index_of, layout) for place in places]
             if self._known and self._known.isdisjoint(tensors):
                 raise ValueError(
@@ -224,13 +206,13 @@ class Buckets:
             settings = {
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
-                "norms": ", ".join(map(str, self._gradients.operations.orders)),
+                "norms": self._table.norms.takes_norms,
             }
             proposal.set(with_settings(layout, settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
         # Others keep the states that they had before a rebuild until their own new bucket comes.
-        self._gradients.locate([state])
+        self._table.locate([state])
         self._is_new = True
         return state
 

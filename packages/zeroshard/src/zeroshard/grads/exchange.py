@@ -13,35 +13,33 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.futures import Future
 from torch.profiler import record_function
-from zeroshard_comm import BucketReduceWork, agreed
+from zeroshard_comm import BucketReduceWork, Coordinator, agreed
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
-from zeroshard.grads.norms import GradOperations, norm_orders
+from zeroshard.grads.norms import GradNorms
+from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.grads.stream import ReductionQueue
-from zeroshard.param_buffers import ParamBroadcast
+from zeroshard.grads.table import GradTable
+from zeroshard.guard import Guard
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.groups import check_capture
-from zeroshard.step import Seen, look
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
-
+from zeroshard.plan.layout import Layout, Seen, label_in
 
 _Reduced = Future[torch.Tensor]
 _PATIENCE = 5.0
@@ -63,6 +61,23 @@ class StepMode(Enum):
         return self is StepMode.PER_BUCKET
 
 
+@dataclass(frozen=True)
+class StepCalls:
+    """What an exchange calls to step during backward, and to check the loop; none of it keeps the optimizer alive.
+
+    Attributes:
+        look: looks at the model, when a backward begins if the argument is True, and else at its end.
+        step: makes the step that ends a backward, with what ``look`` has returned, or None. Collective.
+        checksum: returns a checksum of the hyperparameters.
+        edited_state: names a tensor of which the state was edited since the last step; empty if it is not known.
+    """
+
+    look: Callable[[bool], Seen]
+    step: Callable[[Seen | None], object]
+    checksum: Callable[[], int]
+    edited_state: Callable[[], str]
+
+
 class GradExchange:
     """Takes the buckets of each backward, and learns of its end.
 
@@ -70,52 +85,70 @@ class GradExchange:
     backward calls them, or the one that steps.
 
     Args:
-        engine: of the optimizer, which holds this object; referred to weakly.
+        coordinator: the channel of the ranks' agreements.
+        guard: remembers exchanges that were left incomplete, and loops that misuse the hook.
+        local: the local optimizer.
+        buffers: where parameters lie.
+        layout: the layout in use.
+        calls: what it calls to step during backward.
         mode: when shards are stepped; also an attribute.
-        norms: which norms of gradients every rank learns at the end of each backward; see :func:`norm_orders`.
+        norms: whether every rank learns the 2-norms of all gradients at the end of each backward.
 
     Attributes:
-        operations: what the loop does to gradients before a step.
-        gradients: where gradients are, and which are accumulated over several backwards.
-        buckets: of the last backward.
+        table: the state of each gradient.
+        buckets: the buckets of the last backward.
+        in_backward: whether a backward is producing buckets.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
         uses_all: whether every backward makes a gradient of every parameter; if not, no bucket is stepped before the
             last one is reduced. Set by who registers a hook.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
-        ValueError: if parameters cannot be exchanged in buckets, or norms of other orders are asked for; on every rank.
+        ValueError: if parameters cannot be exchanged in buckets, or ``norms`` is not a bool, on every rank.
     """
 
-    def __init__(self, engine: Engine, mode: StepMode, *, norms: bool | Sequence[float]) -> None:
-        self._engine: Engine = weakref.proxy(engine)
-        self.mode, coordinator = mode, engine.coordinator
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        guard: Guard,
+        local: LocalOptimizer,
+        buffers: ParamBuffers,
+        layout: Layout,
+        calls: StepCalls,
+        mode: StepMode,
+        *,
+        norms: bool,
+    ) -> None:
+        self._coordinator, self._guard, self._local, self._calls, self.mode = coordinator, guard, local, calls, mode
         with agreed(coordinator, "a communication hook's first call"):
-            device = common_device(engine.params, engine.layout)
-            orders = norm_orders(norms)
+            device = common_device(local.params, layout)
+            if not isinstance(norms, bool):
+                raise ValueError(
+                    f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False; "
+                    f"optimizer.clip_grad_norm_() takes every order"
+                )
         steps_early = mode is not StepMode.IN_STEP
-        self.operations = GradOperations(coordinator, device, () if steps_early else orders, steps_early=steps_early)
-        self.gradients = GradAccumulator(self.operations)
-        self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
+        takes_norms = norms and not steps_early
+        self.table = GradTable(GradNorms(coordinator, device, takes_norms=takes_norms, steps_early=steps_early))
+        self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
-        self._may_step = self._steps_buckets = False
+        self.in_backward = self._may_step = self._steps_buckets = False
         self.uses_all = True
         self._seen: Seen | None = None
-        self.early_steps = EarlySteps(self._engine, self) if steps_early else None
+        self.early_steps = EarlySteps(guard, calls.checksum) if steps_early else None
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is producing buckets."""
-        return self.gradients.in_backward
-
-    def set_in_forward(self, *, may_rebuild: bool) -> None:
-        """Learn that the framework may replace its buckets from now on, in a forward, or no more."""
-        self.gradients.in_rebuild = may_rebuild
-        if may_rebuild:
+    def begin_forward(self) -> None:
+        """Prepare for a forward in which DDP rebuilds its buckets, and copies what is in ``param.grad``."""
+        if not self.in_backward:
             self.buckets.release_replaced()
+        self.table.hide()
+
+    def end_forward(self) -> None:
+        """End what :meth:`begin_forward` began; no-op otherwise."""
+        self.table.show()
 
     # ------------------------------------------------------------------ a backward
 
@@ -130,34 +163,35 @@ class GradExchange:
                 the bucket's length.
 
         Returns:
-            A future of the bucket's buffer, in which this rank's parts then hold the means over all ranks, and what it
-            has accumulated of them. Other parts are undefined.
+            A future of the bucket's buffer, in which this rank's parts then hold the means over all ranks. Other parts
+            are undefined.
 
         Raises:
             DisagreementError: if ranks have other buckets.
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier call was not finished.
+            RuntimeError: if an earlier call was not finished, or gradients that were reduced before are still there.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
-        engine = self._engine
-        engine.check_broken()
+        self._guard.check_broken()
         bucket = self._numbered(bucket)
         if bucket.index == 0:
-            check_capture(engine.coordinator.ranks, bucket.params, engine.layout.plan)
+            check_capture(self._coordinator.ranks, bucket.params, self._local.plan)
+            self.table.begin()
         try:
             return self._send(bucket, reduce)
         except BaseException as error:
-            engine.mark_broken(error)
+            self._guard.mark_broken(error)
             raise
 
     def _send(self, bucket: Bucket, reduce: Callable[[], _Reduced] | None) -> _Reduced:
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
             self._look_early()
-            self.gradients.begin()
+            self.in_backward = True
         state = self.buckets.take(bucket, reduces=reduce is None)
-        # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread. What it queues now
-        # comes before `beside`, even if its future has no devices, so that waiting for that orders no stream.
+        self.table.launch(state.tensors)
+        # The hook that reduces the bucket may write to it in a thread from now on. What it queues now comes before
+        # `beside`, even if its future has no devices, so that waiting for that orders no stream.
         result = reduce() if reduce is not None else None
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer) if reduce is None else None
@@ -175,19 +209,19 @@ class GradExchange:
         self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None, done: _Reduced
     ) -> None:
         """Finish the reduction of one bucket, and step it if buckets are stepped one by one."""
-        buffer, engine = state.buffer, self._engine
+        buffer, guard = state.buffer, self._guard
         assert buffer is not None
         try:
-            if engine.broken is None:
+            if guard.broken is None:
                 with record_function(f"zeroshard::reduce bucket {state.index}"):
                     self._take_in(state, work, result)
         except BaseException as error:
-            engine.mark_broken(error)
+            guard.mark_broken(error)
             raise
         finally:
             # Even after an error, which is raised at the end of backward: DDP would wait for ever.
             done.set_result(buffer)
-        if self._steps_buckets and not engine.broken:
+        if self._steps_buckets and not guard.broken:
             # And broadcast it, even after a failure: all ranks have agreed to.
             if self._may_step:
                 state.step_early()
@@ -200,7 +234,7 @@ class GradExchange:
             work.finish()
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
-        self.gradients.add_saved(state, self._queue.keep)
+        self.table.norms.take(state, self._queue.keep)
 
     @disable_dynamo
     def end(self) -> None:
@@ -225,32 +259,34 @@ class GradExchange:
             except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
                 failure = error
             with record_function("zeroshard::agree"):
-                self._agree_on_backward(failure)
+                present = self._agree_on_backward(failure)
             self.buckets.end()
-            self.gradients.end(self.buckets.arrived)
+            for state, of_state in zip(self.buckets.arrived, present, strict=True):
+                self.table.finish(state, of_state)
             with record_function("zeroshard::norms"):
-                self.operations.exchange_norms()
+                self.table.norms.exchange()
         except BaseException as error:
-            self._engine.mark_broken(error)
+            self._guard.mark_broken(error)
             raise
         finally:
-            self.gradients.in_backward = False
+            self.in_backward = False
 
-    def _agree_on_backward(self, error: Exception | None) -> None:
-        """Agree that all ranks end the same backward, and learn which tensors have a gradient on any. Collective.
+    def _agree_on_backward(self, error: Exception | None) -> list[tuple[bool, ...]]:
+        """Agree that all ranks end the same backward, and return which gradients exist on any, by bucket. Collective.
 
         Raises:
             DisagreementError: if a rank was in another backward, or had other buckets.
             Exception: an error of any rank in this backward.
         """
-        coordinator, arrived = self._engine.coordinator, self.buckets.arrived
+        coordinator, arrived = self._coordinator, self.buckets.arrived
         done = json.dumps([self._backwards, [state.length for state in arrived]])
-        is_unusual = not all(all(state.present) for state in arrived)
-        digest, explain = zlib.crc32(done.encode()), _explain_backwards
-        if coordinator.agree(_END, digest, error=error, detail=lambda: done, explain=explain, flag=is_unusual):
-            bits = iter(coordinator.any_of([*chain.from_iterable(state.present for state in arrived)], _END))
-            for state in arrived:
-                state.present = tuple([next(bits) for _ in state.present])
+        present = [state.present for state in arrived]
+        lacks_some, digest = not all(map(all, present)), zlib.crc32(done.encode())
+        explain = _explain_backwards
+        if coordinator.agree(_END, digest, error=error, detail=lambda: done, explain=explain, flag=lacks_some):
+            bits = iter(coordinator.any_of([*chain.from_iterable(present)], _END))
+            present = [tuple([next(bits) for _ in of_state]) for of_state in present]
+        return present
 
     @disable_dynamo
     def end_of_autograd(self) -> None:
@@ -282,12 +318,12 @@ class GradExchange:
             )
         else:
             return replace(bucket, index=len(before), announced=bucket.index)
-        self._engine.mark_broken(error)
+        self._guard.mark_broken(error)
         raise error
 
     # ------------------------------------------------------------------ what a step asks
 
-    def check(self) -> None:
+    def prepare_step(self) -> None:
         """Find out which gradients the next step will use; end a backward that was left after its last bucket.
 
         Raises:
@@ -295,10 +331,11 @@ class GradExchange:
         """
         if self.in_backward:
             error = self._unended()
-            if not self._engine.broken:
+            if not self._guard.broken:
                 self._end_reductions()
             raise error
-        self.buckets.check()
+        self.table.refresh()
+        self.buckets.check_outside()
 
     @property
     def _states(self) -> Sequence[BucketState | Rest]:
@@ -306,27 +343,46 @@ class GradExchange:
 
     @property
     def broadcasts(self) -> Sequence[ParamBroadcast]:
-        """What a step broadcasts: all parameters together, or bucket by bucket what was not sent during backward."""
-        if not self.buckets.are_sent:
-            return [self._engine.buffers.broadcast]
-        return [state.broadcast for state in self._states]
+        """The broadcasts of the buckets, of which a step waits for all; empty if it sends all parameters together."""
+        return [state.broadcast for state in self._states] if self.buckets.are_sent else []
+
+    def accept_step(self) -> None:
+        """Accept a call of ``step()`` for a backward that has stepped already.
+
+        Raises:
+            RuntimeError: if the loop has changed something since that the step would have seen, or gradients were never
+                reduced; see :class:`EarlySteps`.
+        """
+        assert self.early_steps is not None
+        self.early_steps.check_refused()
+        changed = self.table.changed()
+        title = "" if changed is None else label_in(self._local.plan, changed)
+        self.prepare_step()
+        is_there = any(type(param.grad) is GradPlaceholder for param in self._local.params)
+        self.early_steps.accept_step(title, self._calls.edited_state(), has_gradients=is_there)
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
         """Step what was not stepped during backward, bucket by bucket, and send it."""
         for state in self._states:
             state.broadcast.expect()
-        for state in self._states:
-            state.step(arguments)
-            state.broadcast.send()
+        self.table.use()
+        for bucket in self.buckets.arrived:
+            bucket.step(self.table.present(bucket.tensors), arguments)
+            bucket.broadcast.send()
+        self.buckets.rest.step(arguments)
+        self.buckets.rest.broadcast.send()
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step will use."""
-        self.check()
-        return [gradient for state in self._states for gradient in state.gradients() if gradient is not None]
+        self.prepare_step()
+        found = [*self.buckets.rest.gradients()]
+        for state in self.buckets.arrived:
+            found += state.gradients(self.table.present(state.tensors))
+        return [gradient for gradient in found if gradient is not None]
 
     def _unended(self) -> RuntimeError:
         """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
-        arrived, coordinator = self.buckets.arrived, self._engine.coordinator
+        arrived, coordinator = self.buckets.arrived, self._coordinator
         why, still_waits = "an exception has left it", self._arrived_before == len(arrived)
         if still_waits:
             why = (
@@ -344,7 +400,7 @@ class GradExchange:
                 ending = threading.Thread(target=self._drain_quietly, daemon=True)
                 ending.start()
                 ending.join(_PATIENCE)
-            self._engine.mark_broken(error)
+            self._guard.mark_broken(error)
             coordinator.ranks.close(error)
         return error
 
@@ -359,26 +415,23 @@ class GradExchange:
         self._seen, self._may_step, self._steps_buckets = None, False, False
         if not self.mode.is_interleaved:
             return
-        engine = self._engine
-        # Rebound data is copied into its buffer after the backward, which may still read what is there.
-        is_moved = engine.buffers.moved()
-        seen = Seen(engine.layout) if is_moved else look(engine, in_backward=True)
-        is_alike = not is_moved and seen.error is None and seen.layout is engine.layout
-        self._may_step = is_alike and self.uses_all and engine.local.may_step_in_parts
-        self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
+        seen = self._calls.look(True)
+        is_alike = seen.error is None and not seen.is_new
+        self._may_step = is_alike and self.uses_all and self._local.may_step_in_parts
+        self._steps_buckets = not self._coordinator.agree("backward()", self._backwards, flag=not self._may_step)
         self._seen = replace(seen, is_agreed=self._steps_buckets)
 
     def _step(self, early_steps: EarlySteps) -> None:
         seen = self._seen
-        if seen is not None and not seen.is_agreed and self._engine.buffers.moved():
-            seen = look(self._engine)
+        if seen is not None and not seen.is_agreed:
+            seen = self._calls.look(False)
         elif seen is not None:
             try:
-                self.check()
+                self.prepare_step()
             except RuntimeError as error:
                 seen = replace(seen, error=error)
         with early_steps.one():
-            self._engine.apply_step({}, seen=seen)
+            self._calls.step(seen)
 
 
 def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str:

@@ -1,47 +1,31 @@
-"""What every rank knows of reduced gradients: their norms, and what a loop does to them before a step.
+"""What every rank knows of reduced gradients: their 2-norms, and a checksum of what the loop has done to them.
 
-Owners take norms of each bucket when it has been reduced, while it is in the cache, and ranks exchange them at the end
-of a backward. What is done to a gradient is done by its owner, and every rank knows the norms that follow.
+Owners take the norms of each bucket when it has been reduced, while it is in the cache, and ranks exchange them at the
+end of a backward. The owner of a gradient applies what the loop does to it, and every rank computes the new norm.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from zeroshard_comm import Coordinator
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import foreach_norm, version_of
-
-if TYPE_CHECKING:
-    from zeroshard.grads.bucket import BucketState
+from zeroshard.grads.bucket import BucketState
 
 INF = float("inf")
-_ORDERS = (2.0, INF)
 _HALF = (torch.float16, torch.bfloat16)
 Factor = float | torch.Tensor
 
 
-def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
-    """Return the orders of the norms that ranks exchange, ascending; a ValueError if others are asked for."""
-    if isinstance(norms, bool):
-        return (2.0,) if norms else ()
-    if isinstance(norms, (tuple, list)) and norms and all(order in _ORDERS for order in norms):
-        return tuple(order for order in _ORDERS if order in norms)
-    raise ValueError(
-        f"norms={norms!r} is not supported: pass True for norms of order 2, a tuple of 2, math.inf or both, or False "
-        f"for none; optimizer.clip_grad_norm_() takes every order"
-    )
-
-
 @dataclass
 class _Pending:
-    """A factor that the norms of some tensors do not have yet; ``magnitude`` is a copy of its own."""
+    """A factor by which some gradients were scaled, and their norms were not yet; ``magnitude`` is a copy of it."""
 
     factor: Factor
     version: int
@@ -56,36 +40,29 @@ class _Pending:
 
 
 class _KnownNorms:
-    """Norms that all ranks know, which follow what gradients are multiplied by.
+    """Norms that all ranks know, and the factors by which gradients were scaled since.
 
-    What a loop does to all gradients costs the same number of operations on the device, however many there are.
+    Scaling all gradients costs the same number of operations on the device, however many there are.
 
     Args:
-        values: float64, a row for each order and a column for each tensor.
-        orders: of the norms, ascending.
-        most: by tensor, the largest finite value of its dtype.
-        masks: what was made on the device before, by the tensors that were chosen.
+        values: the norms, float64, by tensor.
+        most: the largest finite value of each tensor's dtype.
+        masks: masks that were copied to the device before, by the tensors that they choose.
     """
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        orders: Sequence[float],
-        most: torch.Tensor,
-        masks: dict[tuple[int, ...], torch.Tensor],
-    ) -> None:
-        self._values, self._orders, self._most, self._masks = values, orders, most, masks
+    def __init__(self, values: torch.Tensor, most: torch.Tensor, masks: dict[tuple[int, ...], torch.Tensor]) -> None:
+        self._values, self._most, self._masks = values, most, masks
         self._pending: _Pending | None = None
-        self._read: dict[tuple[float, torch.dtype], Sequence[torch.Tensor]] = {}
+        self._read: dict[torch.dtype, Sequence[torch.Tensor]] = {}
 
-    def norm(self, tensor: int, order: float, dtype: torch.dtype) -> torch.Tensor:
+    def norm(self, tensor: int, dtype: torch.dtype) -> torch.Tensor:
         self._apply()
-        if (order, dtype) not in self._read:
-            self._read[order, dtype] = self._values[self._orders.index(order)].to(dtype).unbind()
-        return self._read[order, dtype][tensor]
+        if dtype not in self._read:
+            self._read[dtype] = self._values.to(dtype).unbind()
+        return self._read[dtype][tensor]
 
     def scale(self, tensor: int, factor: Factor, *, divides: bool) -> None:
-        """Take note of a factor. It is applied to all gradients with this factor at once, when a norm is asked for."""
+        """Record a factor, which is applied to all gradients with this factor at once when a norm is asked for."""
         version, pending = version_of(factor) if isinstance(factor, torch.Tensor) else 0, self._pending
         if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
             self._apply()
@@ -109,43 +86,37 @@ class _KnownNorms:
             self._masks[key] = torch.tensor(chosen, device=self._values.device)
         scaled = self._values / magnitude if pending.divides else self._values * magnitude
         if isinstance(magnitude, torch.Tensor) or (magnitude < 1.0 if pending.divides else magnitude > 1.0):
-            # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
-            scaled = scaled.masked_fill(scaled[-1] > self._most, INF)
+            # Elements that have become infinite stay so; the 2-norm is a bound of the largest magnitude.
+            scaled = scaled.masked_fill(scaled > self._most, INF)
         self._values = torch.where(self._masks[key], scaled, self._values)
         self._read.clear()
 
 
-class GradOperations:
-    """Knows norms of every gradient, and does to the owned part of one what is done to its placeholder.
+class GradNorms:
+    """Holds the norm of each gradient, and applies operations on a placeholder to the part that this rank owns.
 
     The norm of a tensor with one owner is torch's own, in the gradient's dtype. So is the norm of each part of a cut
     tensor; their squares are added in float64. Norms in half precision are taken in float32.
 
-    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: after an
-    operation on one rank alone it raises on every rank.
+    Only :meth:`exchange` communicates. The next step compares :attr:`checksum`: after an operation on one rank alone it
+    raises on every rank.
 
     Args:
         coordinator: the channel of the ranks' agreements.
-        device: of the gradients.
-        orders: of the norms, ascending; none are taken if there is none. Also an attribute; see :func:`norm_orders`.
-        steps_early: whether shards are stepped during backward, so that nothing can be done; also an attribute.
-
-    Attributes:
-        found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
+        device: the device of the gradients.
+        takes_norms: whether norms are taken; also an attribute.
+        steps_early: whether shards are stepped during backward, so that gradients cannot be changed; also an attribute.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, device: torch.device, orders: Sequence[float], *, steps_early: bool
-    ) -> None:
-        self._coordinator, self._device, self.orders, self.steps_early = coordinator, device, orders, steps_early
-        self.found_inf: torch.Tensor | None = None
+    def __init__(self, coordinator: Coordinator, device: torch.device, *, takes_norms: bool, steps_early: bool) -> None:
+        self._coordinator, self._device = coordinator, device
+        self.takes_norms, self.steps_early = takes_norms, steps_early
         self._known: _KnownNorms | None = None
-        self._done: dict[int, str] = {}
         self._clamped: set[int] = set()
-        self._zeroed: set[int] = set()
+        self._done: dict[int, int] = {}
 
     def rebuild(self, plan: Plan) -> None:
-        """Lay out slots of norms for a plan: one per part of a tensor."""
+        """Lay out a slot for the norm of each part of each tensor of a plan. Norms of gradients must be taken again."""
         rank, tensors = self._coordinator.ranks.rank, range(len(plan.owners))
         *slots, total = accumulate(map(len, plan.owners), initial=0)
         self._slot_of = {i: slots[i] + plan.owners[i].index(rank) for i in tensors if rank in plan.owners[i]}
@@ -157,7 +128,7 @@ class GradOperations:
         self._cut, self._parts, self._slots = (
             torch.tensor(numbers, dtype=torch.int64, device=self._device) for numbers in (list(cut), rows, slots)
         )
-        self._numbers = torch.zeros(len(self.orders), total + 1, dtype=torch.float64, device=self._device)
+        self._numbers = torch.zeros(total + 1, dtype=torch.float64, device=self._device)
         self._own_slots: dict[tuple[int, ...], torch.Tensor] = {}
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         largest = [torch.finfo(spec.dtype).max if spec.dtype.is_floating_point else INF for spec in plan.tensors]
@@ -165,108 +136,81 @@ class GradOperations:
 
     # ------------------------------------------------------------------ a backward
 
-    def reduced(self, state: BucketState, kept: Set[int], keep: Callable[[torch.Tensor], None]) -> None:
-        """Take norms of a bucket that was reduced; forget what was done to its gradients that are not ``kept``.
-
-        ``keep`` keeps memory for the stream on which that is done.
-        """
-        for tensor in state.tensors if self._done else ():
-            if tensor not in kept:
-                self._done.pop(tensor, None)
-        gradients = state.owned_gradients() if self.orders else {}
+    def take(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
+        """Take the norms of what this rank owns of a bucket; ``keep`` keeps memory for the stream that does it."""
+        gradients = state.owned_gradients() if self.takes_norms else {}
         if not gradients:
             return
-        tensors, grads = tuple(gradients), list(gradients.values())
+        tensors = tuple(gradients)
         slots = self._own_slots.get(tensors)
         if slots is None:
             # On the device, and once, as above.
             slots = self._own_slots[tensors] = torch.tensor([self._slot_of[i] for i in tensors], device=self._device)
         keep(self._numbers)
-        for row, order in zip(self._numbers, self.orders, strict=True):
-            row[slots] = _largest(grads) if order == INF else _norms(grads)
+        self._numbers[slots] = _norms(list(gradients.values()))
 
-    def exchange_norms(self) -> None:
-        """Learn the norms that all ranks took. Collective; agree on something first."""
+    def exchange(self) -> None:
+        """Exchange the norms that all ranks took, and forget all operations. Collective; agree on something first."""
         self._clamped.clear()
-        self._zeroed.clear()
-        self.found_inf = self._known = None
-        if not self.orders:
+        self._known = None
+        self.forget()
+        if not self.takes_norms:
             return
-        numbers = self._numbers.view(-1)
-        combined = self._coordinator.combine_disjoint(numbers, "the end of backward()").view_as(self._numbers)
-        values = combined[:, self._slots]
+        combined = self._coordinator.combine_disjoint(self._numbers, "the end of backward()")
+        values = combined[self._slots]
         if len(self._cut):
-            for row, parts, order in zip(values, combined[:, self._parts], self.orders, strict=True):
-                row[self._cut] = torch.linalg.vector_norm(parts, order, dim=1)
-        self._known = _KnownNorms(values, self.orders, self._most, self._masks)
+            values[self._cut] = torch.linalg.vector_norm(combined[self._parts], 2.0, dim=1)
+        self._known = _KnownNorms(values, self._most, self._masks)
         self._numbers.zero_()
 
     # ------------------------------------------------------------------ what a loop does
 
-    def norm(self, tensor: int, order: float, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the norm of one of the orders of a gradient on the device of ``like``: 0-dim; not to be changed."""
-        if tensor in self._zeroed:
-            return torch.zeros((), dtype=dtype, device=like.device)
+    def norm(self, tensor: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the 2-norm of a gradient on the gradients' device: 0-dim; not to be changed."""
         assert self._known is not None
-        return self._known.norm(tensor, order, dtype).to(like.device)
+        return self._known.norm(tensor, dtype)
 
     def scale(self, tensor: int, owned: torch.Tensor | None, factor: Factor, *, divides: bool = False) -> None:
-        """Multiply or divide a gradient, of which this rank may have a part, by a number or a tensor of one element."""
-        # First, as a factor that is none raises on every rank.
+        """Multiply or divide a gradient, of which this rank may own a part, by a number or a tensor of one element."""
+        # First, because a factor that is not a number raises on every rank.
         self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
         if owned is not None:
             _ = owned.div_(factor) if divides else owned.mul_(factor)
 
     def scaled(self, tensor: int, kind: str, factor: Factor, *, divides: bool = False) -> None:
-        """Take note that owners multiply a gradient, without waiting for an accelerator; ``kind`` is for errors."""
+        """Record that the owners scale a gradient, without waiting for an accelerator; ``kind`` names the operation."""
         if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
-            self._note(tensor, kind)
+            self.note(tensor, kind)
         else:
             factor = float(factor)
-            self._note(tensor, f"{kind}({factor})")
+            self.note(tensor, f"{kind}({factor})")
         if self._known is not None:
             self._known.scale(tensor, factor, divides=divides)
 
     def clipped(self, factor: Factor) -> None:
-        """Take note that all owners have multiplied all gradients by the same factor, which is at most 1."""
+        """Record that all owners have multiplied all gradients by the same factor, which is at most 1."""
         if self._known is not None:
             self._known.scale_all(factor)
 
     def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
-        """Clamp a gradient; arguments as for :meth:`scale`."""
+        """Clamp a gradient, of which this rank may own a part."""
         if owned is not None:
             owned.clamp_(low, high)
         self._clamped.add(tensor)
-        self._note(tensor, f"clamp_({low}, {high})")
-
-    def zeroed(self, tensor: int) -> None:
-        """Take note that a gradient was set to zero."""
-        self._zeroed.add(tensor)
-        self._done[tensor] = "zero_()"
-
-    def dropped(self, tensor: int) -> None:
-        """Take note that a gradient was set to None after it was reduced."""
-        self._done[tensor] = "set to None"
-
-    def _note(self, tensor: int, what: str) -> None:
-        done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
-        # A checksum in place of a long list.
-        self._done[tensor] = done if len(done) < 200 else f"... ({zlib.crc32(done.encode()):08x}), {what}"
-
-    # ------------------------------------------------------------------ what the next step compares
+        self.note(tensor, f"clamp_({low}, {high})")
 
     @property
-    def skips_step(self) -> bool:
-        """Whether a GradScaler skips the next step; the host may wait for an accelerator."""
-        return self.found_inf is not None and bool(self.found_inf)
+    def checksum(self) -> int:
+        """A CRC-32 of what was done to gradients since they were reduced, or since a step; 0 if nothing was."""
+        return zlib.crc32(repr(sorted(self._done.items())).encode()) if self._done else 0
 
-    @property
-    def to_text(self) -> Mapping[str, str]:
-        """What was done to each gradient since it was reduced, for the agreement of a step."""
-        return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
+    def note(self, tensor: int, operation: str, *, erases: bool = False) -> None:
+        """Add an operation on a gradient to :attr:`checksum`, in place of earlier ones that it ``erases``."""
+        before = 0 if erases else self._done.get(tensor, 0)
+        self._done[tensor] = zlib.crc32(operation.encode(), before)
 
-    def agreed(self) -> None:
-        """Forget what was done: all ranks have compared it, and step."""
+    def forget(self) -> None:
+        """Forget what was done to gradients: all ranks have compared it, or have new gradients."""
         self._done.clear()
 
     # ------------------------------------------------------------------ what is refused, and why
@@ -284,16 +228,13 @@ class GradOperations:
                 "reduce_to_owner_hook for that"
             )
         return (
-            "every rank knows its norm, p.grad.norm(), which is finite if all values are, and its largest magnitude, "
-            "p.grad.norm(math.inf), with register_reduce_to_owner(..., norms=(2, math.inf)); it can be multiplied by a "
+            "every rank knows its 2-norm, p.grad.norm(), which is finite if all values are; it can be multiplied by a "
             "number or clamped in place, as torch's functions for clipping do; to change gradients in another way, do "
             "it in a hook of the tensor, or train without a communication hook"
         )
 
     def why_unknown(self, tensor: int) -> str:
         """Say why the norm of a gradient is not known, and what to do; empty if it is."""
-        if tensor in self._zeroed:
-            return ""
         if self._known is None:
             return (
                 "norms are exchanged at the end of a backward, if it succeeds, but not with norms=False: call "
@@ -307,13 +248,3 @@ class GradOperations:
 def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of each tensor of one dtype, in float64."""
     return torch.stack(foreach_norm(list(grads), 2.0, torch.float32 if grads[0].dtype in _HALF else None)).double()
-
-
-def _largest(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each tensor of one dtype, or NaN, in float64; 0 if it has no elements."""
-    grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
-    if grads[0].device.type != "cpu":
-        return torch.stack(foreach_norm(grads, INF)).double()
-    # 15 times as fast there.
-    pairs = [torch.aminmax(grad) for grad in grads]
-    return torch.maximum(torch.stack([pair.max for pair in pairs]), -torch.stack([pair.min for pair in pairs])).double()

@@ -1,10 +1,9 @@
 """The value of ``param.grad`` after a backward that sent gradients to their owners: a tensor without values.
 
-No rank holds the whole gradients of all parameters any more, so code that reads one (a norm, a scaler, a logger) would
-silently get a part of it, or local values. The gradient is replaced by a tensor of its shape; reading that raises an
-error on every rank, which names the call to use instead. It supports the usual operations of training loops: it can be
-set to None or to zero, stepped, and added to by a further backward. It also supports what torch's functions for
-clipping and its GradScaler do: each rank knows its norms, and its owners scale or clamp the values.
+No rank holds the whole gradients of all parameters, so code that reads one (a norm, a scaler, a logger) would silently
+get a part of it. The gradient is replaced by a tensor of its shape; reading it raises an error that names the call to
+use instead. It supports the usual operations of training loops: it can be set to None or to zero, clipped by torch's
+functions, unscaled by its GradScaler, and stepped.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from zeroshard import _torch_private as private
-from zeroshard.grads.norms import INF, GradOperations
+from zeroshard.grads.norms import GradNorms
 from zeroshard.state.placeholder import TensorWithoutValues
 
 if TYPE_CHECKING:
-    from zeroshard.grads.accumulation import GradAccumulator
+    from zeroshard.grads.table import GradTable
 
 _aten = torch.ops.aten
 
@@ -30,34 +29,32 @@ _aten = torch.ops.aten
 class GradPlaceholder(TensorWithoutValues):
     """Replaces a gradient that is sharded; see the module.
 
-    It has the shape, strides, dtype and device of the parameter and no memory, until a further backward has added this
-    rank's own values to it, which are then on their way to the next reduction.
+    It has the shape, strides, dtype and device of the parameter, and no memory.
 
     Args:
         param: the parameter whose gradient it replaces.
-        tensor: index of the parameter in the plan.
-        name: of the parameter, for messages.
-        accumulator: knows where the values are.
+        tensor: the parameter's index in the plan; also an attribute.
+        name: the parameter's name, for messages.
+        table: holds the state of the gradient.
     """
 
-    _tensor: int
+    tensor: int
     _title: str
-    _accumulator_of: weakref.ref[GradAccumulator]
-    _local: torch.Tensor | None
+    _table_of: weakref.ref[GradTable]
 
     @staticmethod
     def __new__(
-        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: GradAccumulator
+        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, table: GradTable
     ) -> GradPlaceholder:
         """Make a tensor without memory."""
         return private.make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
 
-    def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: GradAccumulator) -> None:  # noqa: ARG002 - as __new__
-        self._tensor, self._title, self._local = tensor, name, None
-        # Weakly: the accumulator knows the parameter, whose gradient this is, and such a cycle is never collected.
-        self._accumulator_of = weakref.ref(accumulator)
+    def __init__(self, param: torch.Tensor, tensor: int, name: str, table: GradTable) -> None:  # noqa: ARG002 - as __new__
+        self.tensor, self._title = tensor, name
+        # Weakly: the table knows the parameter, whose gradient this is, and such a cycle is never collected.
+        self._table_of = weakref.ref(table)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Describe it, without values."""
@@ -71,106 +68,101 @@ class GradPlaceholder(TensorWithoutValues):
         """
         raise self.refusal("a deep copy")
 
-    def is_zero(self) -> bool:
-        """Whether it was set to zero, and nothing was added since."""
-        return self._local is None and self._accumulator.is_zeroed(self._tensor)
+    @property
+    def table(self) -> GradTable:
+        """The table with its entry; raises a RuntimeError if the optimizer is gone."""
+        table = self._table_of()
+        if table is None:
+            raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
+        return table
 
     @property
-    def _accumulator(self) -> GradAccumulator:
-        accumulator = self._accumulator_of()
-        if accumulator is None:
-            raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
-        return accumulator
+    def is_zero(self) -> bool:
+        """Whether it was set to zero."""
+        return self.table.is_zero(self.tensor)
 
     @property
     def owned(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient; None if it owns none of it."""
-        return self._accumulator.owned(self._tensor)
+        return self.table.owned(self.tensor)
 
-    def operations(self, operation: str, *, changes: bool) -> GradOperations:
-        """Return what does an operation, or raise the error for it.
-
-        Args:
-            operation: its name.
-            changes: whether it changes the gradient, and does not ask for its norm.
-        """
-        operations = self._accumulator.operations
-        if operations.steps_early:
+    def changed_by(self, operation: str) -> GradNorms:
+        """Return what records an operation that changes the gradient, or raise the error for it."""
+        table = self.table
+        if table.norms.steps_early:
             raise self.refusal(operation)
-        advice = "" if changes else operations.why_unknown(self._tensor)
-        if self._local is not None:
-            advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
-        elif changes and not self._accumulator.is_grad(self):
+        self._check_reduced(operation)
+        if not table.is_grad(self):
             advice = "it is not the gradient of its parameter, but a copy, or an earlier one: change p.grad itself"
-        elif not changes and self._accumulator.is_used(self._tensor) and not self.is_zero():
-            advice = "a step has used it, and may have changed it: take norms before step()"
-        if advice:
             raise self.refusal(operation, advice)
-        return operations
+        return table.norms
+
+    def known_norm(self, operation: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the 2-norm of the gradient, a 0-dim tensor that must not be changed, or raise the error for asking."""
+        norms = self.table.norms
+        if norms.steps_early:
+            raise self.refusal(operation)
+        self._check_reduced(operation)
+        if self.is_zero:
+            return torch.zeros((), dtype=dtype, device=self.device)
+        if advice := norms.why_unknown(self.tensor):
+            raise self.refusal(operation, advice)
+        return norms.norm(self.tensor, dtype).to(self.device)
+
+    def _check_reduced(self, operation: str) -> None:
+        if self.table.local(self.tensor) is not None:
+            advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
+            raise self.refusal(operation, advice)
 
     def refusal(self, operation: str, advice: str = "") -> RuntimeError:
-        """Return the error for an operation, by its name; ``advice`` says what to do if it depends on more."""
+        """Return the error for an operation, by its name; ``advice`` says what to do, if it depends on more."""
         if not advice and operation in ("a deep copy", "pickling", "share_memory_()"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
-        advice = advice or self._accumulator.operations.advice(operation)
+        advice = advice or self.table.norms.advice(operation)
         return RuntimeError(
             f"the gradient of {self._title!r} is sharded, and {operation} is not supported on it: {advice}"
         )
 
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
-    if not gradient._accumulator.is_grad(gradient):
-        gradient.operations("zero_()", changes=True)
-    gradient._local = None
-    gradient._accumulator.zero(gradient._tensor)
+    if not gradient.table.is_grad(gradient):
+        gradient.changed_by("zero_()")
+    gradient.table.zero(gradient.tensor)
     return gradient
 
 
 def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None, **_: object) -> GradPlaceholder:  # noqa: ANN401 - torch's
-    """Follow the conversion of a model, with no more than the name of the gradient."""
+    """Return the placeholder of a converted model's gradient, of which only the name is known."""
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
-    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._accumulator)
+    return GradPlaceholder(like, gradient.tensor, gradient._title, gradient.table)
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
-    """Add the gradient of a further backward, as autograd does; nothing else may."""
+    """Add the gradient of a further backward, as autograd does; any other addition raises."""
     by_autograd = private.in_autograd() and not options
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
         raise held.refusal("adding")
-    if gradient._local is None:
-        gradient._accumulator.save_reduced(gradient._tensor)
-        gradient._local = torch.empty_strided(
-            gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
-        ).copy_(other)
-    else:
-        gradient._local.add_(other)
+    gradient.table.add_local(gradient.tensor, other)
     return gradient
 
 
-_COPYING = (
-    "if DistributedDataParallel copies it to rebuild its buckets, in its second forward, call zero_grad() before that, "
-    "or register the hook by register_reduce_to_owner(ddp, optimizer), which knows when that is"
-)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Move this rank's own values, as DDP does between a gradient and its bucket; nothing else may."""
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001 - aten's
+    """Copy between a gradient and its bucket, as DDP does in a backward; any other copy raises."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
-    if not (held._accumulator.in_backward or private.in_autograd() or held._accumulator.in_rebuild):
-        raise held.refusal("copying", _COPYING if held._accumulator.in_rebuild is None else "")
-    if isinstance(target, GradPlaceholder):
+    if held is target and held.table.is_reducing(held.tensor):
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
-        target._local = None
-        return target
-    if held._local is not None:
-        held._accumulator.mark_pending(held._tensor)
-        return target.copy_(held._local, non_blocking=non_blocking)
-    held._accumulator.replace(held._tensor, target)
-    return target
+        return held
+    if held is target or not private.in_autograd():
+        advice = (
+            "if DistributedDataParallel copies it to rebuild its buckets, in its second forward, call zero_grad() "
+            "before that, or register the hook by register_reduce_to_owner(ddp, optimizer)"
+        )
+        raise held.refusal("copying", advice)
+    return held.table.copy_local(held.tensor, target)
 
 
 def _norm(
@@ -181,16 +173,14 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a norm that was exchanged at the end of backward, the same on every rank."""
-    operations = gradient.operations("a norm", changes=False)
+    """Return the norm that ranks have exchanged at the end of backward, which is the same on every rank."""
+    norm = gradient.known_norm("a norm", gradient.dtype)
     if (dim is not None and len(dim) < gradient.dim()) or keepdim or dtype not in (None, gradient.dtype):
         raise gradient.refusal("a norm over some dimensions, or in another dtype,")
-    if order not in operations.orders and not gradient.is_zero():
+    if order != 2:
         advice = f"call optimizer.clip_grad_norm_(max_norm, norm_type={order})"
-        if order in (2, INF):
-            advice += ", or register the hook by register_reduce_to_owner(ddp, optimizer, norms=(2, math.inf))"
         raise gradient.refusal(f"a norm of order {order}", advice)
-    return operations.norm(gradient._tensor, order, gradient, gradient.dtype)
+    return norm
 
 
 def _foreach_norm(
@@ -204,25 +194,25 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     assert isinstance(held, GradPlaceholder)
     if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         raise held.refusal("an operation with another tensor than a number")
-    operations = held.operations("scaling", changes=True)
-    if not held.is_zero():
-        operations.scale(held._tensor, held.owned, factor, divides=divides)
+    norms = held.changed_by("scaling")
+    if not held.is_zero:
+        norms.scale(held.tensor, held.owned, factor, divides=divides)
     elif not (divides or math.isfinite(factor)):
         raise held.refusal(f"multiplying with {float(factor)}", "it was set to zero")
     return held
 
 
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
-    operations = gradient.operations("clamping", changes=True)
-    if not gradient.is_zero():
-        operations.clamp(gradient._tensor, gradient.owned, min, max)
+    norms = gradient.changed_by("clamping")
+    if not gradient.is_zero:
+        norms.clamp(gradient.tensor, gradient.owned, min, max)
     elif (min is not None and min > 0) or (max is not None and max < 0):
         raise gradient.refusal(f"clamping to {min} and {max}", "it was set to zero")
     return gradient
 
 
 def _foreach(operation: Callable[..., object]) -> Callable[..., None]:
-    """Return what does an operation to each of several gradients, some of which may be values."""
+    """Return a function that applies an operation to each of several gradients, some of which may have values."""
 
     def call(gradients: Sequence[torch.Tensor], *arguments: object) -> None:
         for gradient in gradients:
@@ -232,28 +222,22 @@ def _foreach(operation: Callable[..., object]) -> Callable[..., None]:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Do what GradScaler does to gradients of one dtype, some of which may be values."""
+    """Do what GradScaler does to gradients of one dtype, some of which may have values."""
     held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
-    # All of them, or none.
-    followers = [gradient.operations("unscaling", changes=changes) for gradient in held for changes in (True, False)]
+    # First, so that all of them are unscaled, or none.
+    changed = [gradient.changed_by("unscaling") for gradient in held]
     # In float64: norms in half precision may overflow.
-    norms = torch.stack(
-        [
-            known.norm(gradient._tensor, max(known.orders, default=INF), found_inf, torch.float64)
-            for gradient, known in zip(held, followers[1::2], strict=True)
-        ]
-    )
+    norms = torch.stack([gradient.known_norm("unscaling", torch.float64) for gradient in held]).to(found_inf.device)
     found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
     if values:
         private.amp_unscale_(values, found_inf, inverse)
     owned = [gradient.owned for gradient in held if gradient.owned is not None]
     if owned:
-        # What the owner finds, the others may not know.
+        # The other ranks may not know what the owner finds.
         private.amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
-    for gradient, operations in zip(held, followers[::2], strict=True):
-        operations.found_inf = found_inf
-        operations.scaled(gradient._tensor, "unscale", inverse)
+    for gradient, norms_of in zip(held, changed, strict=True):
+        norms_of.scaled(gradient.tensor, "unscale", inverse)
 
 
 GradPlaceholder.allowed = {

@@ -34,8 +34,8 @@ class LocalOptimizer:
     """Owns the inner optimizers, one for each class of the param groups, and the shards they work on.
 
     Only this class changes the members of the inner optimizers' param groups; hyperparameters are synced by
-    :func:`sync_groups`. The state changes in a step, ``train()`` or ``eval()`` of the inner optimizer; in a load and in
-    ``init_state()``, by :meth:`Engine.take_over_state`; when shards come and go, by :meth:`rebuild`; in
+    :func:`sync_groups`. The state changes in a step, ``train()`` or ``eval()`` of the inner optimizer; outside of
+    steps, by :class:`zeroshard.state.checkpoints.Checkpoints`; when shards come and go, by :meth:`rebuild`; in
     :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
 
     Attributes:
@@ -44,22 +44,31 @@ class LocalOptimizer:
         extra: state that is not the class's own.
         masters: the master weights; none without ``master_weights``.
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
+        plan: the plan in use; see :meth:`use`.
+        params: all parameters, by tensor index.
+        classes: the class of each param group.
+        groups: the public param groups.
     """
 
-    def __init__(self, policy: Policy, groups: Sequence[ParamGroup], plan: Plan, rank: int) -> None:
+    def __init__(self, policy: Policy, groups: list[ParamGroup], plan: Plan, rank: int) -> None:
         self._policy, self._rank = policy, rank
         self.masters, self.extra = MasterWeights(), ExtraState()
         if policy.master_weights:
             self.extra.add(self.masters)
         self.shards: dict[int, LocalShard] = {}
         self._is_detached = False
-        members, self._plan = self._members(groups, plan), plan
+        members = self._members(groups, plan)
+        self.use(groups, plan)
         local = [_local_group(*group) for group in zip(groups, members, strict=True)]
         self.members = self._built(local, policy.classes)
         for number, own in enumerate(assign(policy.classes)):
             check_hyperparameters(f"param group {number}", groups[number], self.members, self.members[own])
         self._join(policy.classes)
         self._accept(chain.from_iterable(members))
+
+    def use(self, groups: list[ParamGroup], plan: Plan) -> None:
+        """Record a plan that has the same shards, and the parameters of the groups."""
+        self.plan, self.params, self.groups = plan, parameters_of(groups), groups
 
     @property
     def may_step_in_parts(self) -> bool:
@@ -71,9 +80,10 @@ class LocalOptimizer:
         built = self._built([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
         check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, *built], built[0])
 
-    def rebuild(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
-        """Take over a plan that adds groups, or in which tensors without state lie differently in memory."""
-        members, self._plan = self._members(groups, plan), plan
+    def rebuild(self, groups: list[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
+        """Adopt a plan that adds groups, or in which tensors without state lie differently in memory."""
+        members = self._members(groups, plan)
+        self.use(groups, plan)
         known = {shard.tensor for shard in self.shards.values()}
         arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
         assignment = assign(classes)
@@ -136,7 +146,7 @@ class LocalOptimizer:
             grad = shard.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"{label_in(self._plan, shard.index)} of shape {tuple(shard.param.shape)} has a sparse gradient, "
+                    f"{label_in(self.plan, shard.index)} of shape {tuple(shard.param.shape)} has a sparse gradient, "
                     f"but is cut over several ranks; use partition='whole' for models with sparse gradients"
                 )
 
@@ -158,7 +168,7 @@ class LocalOptimizer:
         self, groups: Sequence[ParamGroup], step: Callable[[optim.Optimizer], None]
     ) -> dict[Any, Any]:
         """Build other optimizers of the same classes, let a function step each, and return their state."""
-        built = self._built(groups, self._classes)
+        built = self._built(groups, self.classes)
         for each in built:
             step(each)
         return {key: entries for each in built for key, entries in each.state.items()}
@@ -185,7 +195,7 @@ class LocalOptimizer:
         return built
 
     def _join(self, classes: Sequence[GroupClass]) -> None:
-        self._classes = classes
+        self.classes = classes
         several = len(self.members) > 1
         self.optim: Any = SeveralOptimizers(self.members, assign(classes)) if several else self.members[0]
 

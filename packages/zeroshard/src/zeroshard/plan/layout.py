@@ -118,6 +118,23 @@ class Layout:
     config: ShardingConfig
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rank sees of its model before a step.
+
+    Attributes:
+        layout: the layout that fits the model now.
+        is_new: whether it is another layout than the one in use.
+        error: what is wrong on this rank; None if nothing is.
+        is_agreed: whether all ranks have agreed, during backward, to step with the layout in use.
+    """
+
+    layout: Layout
+    is_new: bool = False
+    error: Exception | None = None
+    is_agreed: bool = False
+
+
 def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
     """Plan for the first time."""
     return next_layout(policy, None, groups)

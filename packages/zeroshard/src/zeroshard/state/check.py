@@ -5,21 +5,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import optim
 from zeroshard_core import Plan, Shard, StateEntry, TensorSpec, cut_state, probe
 
 from zeroshard.local.extra_state import ADVICE
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.eligibility import class_of
 from zeroshard.plan.group_classes import OPTIONS, GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
+from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, inner_tensors, leaves
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 _STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 """Hyperparameters of torch's optimizers that may be off, at values with which the optimizer keeps all its state."""
@@ -171,15 +170,26 @@ def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, An
 
 
 def check_state_dict(
-    state_dict: Mapping[str, Any], engine: Engine, plan: Plan, schema: StateSchema
+    state_dict: Mapping[str, Any], plan: Plan, local: LocalOptimizer, metadata: StateMetadata, schema: StateSchema
 ) -> ValidatedStateDict:
-    """Check a state dict, of the whole state or with placeholders, against the optimizer; raise what does not fit."""
+    """Check a state dict, of the whole state or with placeholders, against the optimizer.
+
+    Args:
+        state_dict: the argument of ``load_state_dict()``.
+        plan: the plan with which it will be loaded.
+        local: has the public param groups, their classes, and the names of the extra entries.
+        metadata: knows which tensors have state.
+        schema: knows which entries the classes keep.
+
+    Raises:
+        TypeError, ValueError: if the state dict does not fit; names the group, the parameter and the entry.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
             "load_state_dict() expects a dict with 'state' and 'param_groups', as an optimizer's state_dict(); "
             f"got {sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else torch.typename(state_dict)}"
         )
-    state, saved_groups, groups = state_dict["state"], state_dict["param_groups"], engine.groups
+    state, saved_groups, groups = state_dict["state"], state_dict["param_groups"], local.groups
     _check_type(state, dict, "'state'")
     _check_type(saved_groups, list, "'param_groups'")
     if len(saved_groups) != len(groups):
@@ -207,15 +217,15 @@ def check_state_dict(
             if key in index_of:
                 raise ValueError(f"loaded state dict names parameter {key!r} twice in its param_groups")
             index_of[key] = len(index_of)
-    members = engine.local.members
-    for number, own in enumerate(assign(engine.policy.classes)):
+    members = local.members
+    for number, own in enumerate(assign(local.classes)):
         # What this group has is its own, also if a class that was added later has the same name.
         new = {key: value for key, value in saved_groups[number].items() if key not in groups[number]}
         check_hyperparameters(f"loaded state dict: group {number}", new, members, members[own])
     by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
     others = {key: value for key, value in state.items() if key not in index_of}
     _check_other_keys(others, (int, *{type(key) for key in index_of}))
-    if others and engine.policy.has_several:
+    if others and len(members) > 1:
         raise ValueError(
             f"loaded state dict has state under {min(map(str, others))!r}, which belongs to no parameter: that is not "
             f"supported with several optimizer classes"
@@ -225,12 +235,12 @@ def check_state_dict(
     for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
         by_name = isinstance(key, str)
         where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
-        is_unstepped = not engine.metadata.is_empty and index not in engine.metadata
+        is_unstepped = not metadata.is_empty and index not in metadata
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
-                entries = engine.local.extra.checked(by_tensor[index], spec.shape, where)
-                schema.check(entries, spec, saved_groups[spec.group], engine.policy.classes[spec.group], where)
+                entries = local.extra.checked(by_tensor[index], spec.shape, where)
+                schema.check(entries, spec, saved_groups[spec.group], local.classes[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(

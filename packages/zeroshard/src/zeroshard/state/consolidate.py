@@ -7,20 +7,17 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from zeroshard_comm import Manifest, agreed, gather
+from zeroshard_comm import Coordinator, Manifest, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
-from zeroshard.local.optimizer import sync_groups
+from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import ParamGroup, pack_groups
+from zeroshard.plan.hyperparameters import Hyperparameters
 from zeroshard.plan.layout import label_in
 from zeroshard.state.serialization import PLAIN, Described, Key, describe_entries, part_dtype, read_value, write_value
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
-
 
 _SENT = (*PLAIN, torch.Tensor, list, tuple, dict)
 
@@ -38,50 +35,48 @@ class Consolidated:
     written: Mapping[int, Mapping[str, Any]]
 
 
-def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
-    """Return the state of all ranks on rank ``target`` (-1 if ``to`` is none), None on the others. Collective."""
-    operation, plan, coordinator = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.coordinator
-    groups = engine.groups
-    with agreed(coordinator, operation) as proposal:
-        proposal.set(engine.layout.config)
-        if not 0 <= target < plan.world_size:
-            raise ValueError(
-                f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
-            )
-        sync_groups(groups, engine.local.optim.param_groups)
-        manifest = _describe(engine, plan)
-        # state_dict() does so on the target alone; what cannot be copied is an error on every rank.
-        copy_groups(pack_groups(groups))
-    engine.metadata.drop_consolidated()
-    assembler = _Assembler(plan)
-    gather(coordinator, manifest, target, assembler.receive_buffers, operation=operation)
-    return assembler.consolidated() if coordinator.ranks.rank == target else None
+def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank: int) -> Manifest:
+    """Describe all state of this rank: of each of its shards, of no parameter, and what was written to groups.
 
-
-def _describe(engine: Engine, plan: Plan) -> Manifest:
-    """Describe all state of this rank: of each of its shards, of no parameter, and what was written to groups."""
-    local, tensors, owned = engine.local, list[torch.Tensor](), []
+    Raises:
+        StateMapError: if an entry of the state can be neither joined nor sent.
+        Exception: if a value of a param group cannot be copied, as ``state_dict()`` copies it on the receiving rank.
+    """
+    groups = local.groups
+    sync_groups(groups, local.optim.param_groups)
+    tensors, owned = list[torch.Tensor](), []
     for index, shard in local.shards.items():
-        entries, name = local.state_of(shard) or {}, plan.tensors[index].name
+        entries, name = local.state_of(shard) or {}, local.plan.tensors[index].name
         owned.append(describe_entries(shard, entries, name, tensors))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}")
         for key, value in local.optim.state.items()
         if isinstance(key, str)
     }
-    lowest = dict[int, int]()
+    plan, lowest = local.plan, dict[int, int]()
     for spec, owners in zip(plan.tensors, plan.owners, strict=True):
         lowest[spec.group] = min(lowest.get(spec.group, plan.world_size), *owners)
     written = []
-    for number in [number for number, rank in lowest.items() if rank == engine.coordinator.ranks.rank]:
-        for key, value in engine.hyperparameters.unchanged(number, engine.groups[number]).items():
+    for number in [number for number, owner in lowest.items() if owner == rank]:
+        for key, value in hyperparameters.unchanged(number, groups[number]).items():
             # What cannot be sent, or would arrive as another type, stays as the receiver has it.
             found = list[torch.Tensor]()
             with suppress(StateMapError):
                 if type(value) in _SENT:
                     written.append((number, key, write_value(value, found, key)))
                     tensors += found
+    copy_groups(pack_groups(groups))
     return Manifest([owned, others, written], tensors)
+
+
+def gather_state(coordinator: Coordinator, plan: Plan, manifest: Manifest, target: int) -> Consolidated | None:
+    """Send this rank's state to rank ``target``, and return the state of all ranks there; None elsewhere. Collective.
+
+    Ranks must have agreed on the plan and the target.
+    """
+    assembler = _Assembler(plan)
+    gather(coordinator, manifest, target, assembler.receive_buffers, operation=f"consolidate_state_dict(to={target})")
+    return assembler.consolidated() if coordinator.ranks.rank == target else None
 
 
 def copy_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import optim
-from zeroshard_comm import agreed
 
 from zeroshard.local.optimizer import LocalOptimizer, unwrapped_step
 from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.state.placeholder import TensorWithoutValues
 
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
+
+def has_state(local: LocalOptimizer) -> bool:
+    """Whether this rank has any state."""
+    return any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
 
 
-def init_state(engine: Engine) -> None:
-    """Make the state of trainable parameters if no rank has any state. Collective."""
-    coordinator, local, metadata = engine.coordinator, engine.local, engine.metadata
-    with agreed(coordinator, "init_state()") as proposal:
-        layout = engine.update_layout()
-        proposal.set(layout.config)
-        proposal.flag = any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
-    if coordinator.flagged:
-        return
-
-    def install() -> None:
-        local.optim.state = defaultdict(dict, _state_after_a_step(local))
-        local.extra.list_entries(shard for shard in local.shards.values() if shard.param.requires_grad)
-
-    engine.take_over_state(layout, "init_state()", install)
-    metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in engine.params)
+def make_state(local: LocalOptimizer) -> None:
+    """Make the state of this rank's trainable shards."""
+    local.optim.state = defaultdict(dict, _state_after_a_step(local))
+    local.extra.list_entries(shard for shard in local.shards.values() if shard.param.requires_grad)
 
 
-def is_torchs_own_step(engine: Engine) -> bool:
+def is_torchs_own_step(params: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
-    grads = [param.grad for param in engine.params if param.requires_grad]
+    grads = [param.grad for param in params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False
     # Only now, as these may wait for the device.
-    rates = (group.get("lr", 1) for group in engine.groups)
+    rates = (group.get("lr", 1) for group in groups)
     return not any(rates) and not any(grad is not None and grad.any() for grad in grads)
 
 

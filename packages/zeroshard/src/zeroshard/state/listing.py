@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from zeroshard_core import TensorSpec
 
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
 from zeroshard.plan.groups import pack_groups
+from zeroshard.plan.hyperparameters import Hyperparameters
 from zeroshard.state.consolidate import copy_groups
-from zeroshard.state.metadata import label_of
+from zeroshard.state.metadata import StateMetadata, label_of
 from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 StateDict = dict[Any, Any]
 
@@ -70,28 +69,28 @@ def check_whole(checkpoint: object) -> None:
         check_whole(item)
 
 
-def list_state(engine: Engine) -> StateDict:
+def list_state(local: LocalOptimizer, metadata: StateMetadata, hyperparameters: Hyperparameters) -> StateDict:
     """List the whole state in the form of the unsharded optimizer's state dict, without communication."""
-    plan, inner, metadata = engine.layout.plan, engine.local.optim.state, engine.metadata
+    plan, inner = local.plan, local.optim.state
     # As they are now: as without sharding, and as the other ranks list them.
-    packed = pack_groups(engine.groups)
+    packed = pack_groups(local.groups)
     if metadata.consolidated is not None:
         whole = metadata.consolidated
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.state.items()}
-        groups = []
+        listed = []
         for number, group in enumerate(packed):
             # What was written here since the step, also after the consolidation, is listed as it is.
-            unchanged = engine.hyperparameters.unchanged(number, group)
+            unchanged = hyperparameters.unchanged(number, group)
             written = whole.written.get(number, {}).items()
-            groups.append({**group, **{key: value for key, value in written if key in unchanged}})
-        return {"state": state, "param_groups": copy_groups(groups)}
+            listed.append({**group, **{key: value for key, value in written if key in unchanged}})
+        return {"state": state, "param_groups": copy_groups(listed)}
     lists_own = metadata.consolidated_to is None
     state = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
     stateful = {spec.group for index, spec in enumerate(plan.tensors) if not lists_own and metadata.placeholders(index)}
     for index, spec in enumerate(plan.tensors):
-        shard = engine.local.shards.get(index) if lists_own else None
-        own = engine.local.state_of(shard) if shard is not None else None
+        shard = local.shards.get(index) if lists_own else None
+        own = local.state_of(shard) if shard is not None else None
         if shard is not None and own is not None:
             state[index] = _own_entries(shard, spec, own)
         elif (shard is None and index in metadata) or spec.group in stateful:

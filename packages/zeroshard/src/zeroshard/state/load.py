@@ -3,72 +3,112 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_configs
+from zeroshard_core import Plan
 
-from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.groups import pack_groups, parameters_of
-from zeroshard.plan.layout import with_settings
-from zeroshard.state.check import ShardState, StateSchema, check_state_dict
+from zeroshard.state.check import ShardState, StateSchema, ValidatedStateDict, check_state_dict
+from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 _DIFFERENT = "they were handed different checkpoints"
 
 
-def load(
-    engine: Engine,
-    schema: StateSchema,
-    read: Callable[[], Mapping[str, Any]],
-    from_rank: int | None,
-    group: int | None = None,
-) -> bool:
-    """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective.
+@dataclass(frozen=True)
+class CheckedLoad:
+    """What one rank passed to ``load_state_dict()``, checked; each rank makes one, and they are compared.
 
-    ``from_rank`` and ``group`` are the arguments of ``load_state_dict()``, which ranks compare.
+    Attributes:
+        checked: the state dict; None if it is empty.
+        parts: the parts that this rank loads or sends, by rank.
+        from_rank: the rank whose state dict all ranks load, as passed.
+        settings: what must be the same on all ranks.
+        digest: a checksum of the structure of the state dict.
+        numbers: what ranks tell each other of their state dicts; see :func:`_source`.
     """
-    coordinator, groups, metadata, extra = engine.coordinator, engine.groups, engine.metadata, engine.local.extra
-    rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
-    is_whole, lacks_owned, checksums = False, False, [0] * (1 + len(engine.params))
-    with agreed(coordinator, "load_state_dict()", _explain) as proposal:
-        given = read()
-        layout = engine.update_layout()
-        ranks = range(layout.plan.world_size)
-        if isinstance(from_rank, bool) or from_rank not in (None, *ranks):
-            raise ValueError(f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {ranks[-1]}")
-        if from_rank not in (None, rank) and given:
-            raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
-        is_empty = isinstance(given, Mapping) and not given and from_rank != rank
-        checked = None if is_empty else check_state_dict(given, engine, layout.plan, schema)
-        if checked is not None:
-            is_whole, lacks_owned = checked.is_whole, checked.lacks_owned(rank, layout.plan)
-            checksums = checked.checksums(layout.plan)
-            hands_out = rank == (holder if from_rank is None else from_rank) and is_whole
-            receivers = ranks if hands_out else [] if lacks_owned and holder is not None else [rank]
-            parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
-            if rank in parts:
-                # Tensors stay on their devices, but share no memory with the state dict.
-                parts[rank] = ShardState(**copy_value(vars(parts[rank])))
-        structure = checked.structure if checked is not None and from_rank is None else ""
-        kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
-        kind["group of load_state_dict()"] = group
-        kind["added state"] = ", ".join(sorted(extra.names))
-        proposal.set(with_settings(layout, kind))
-        proposal.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
-        proposal.flag = checked is not None
-    if not coordinator.flagged:
-        return False
+
+    checked: ValidatedStateDict | None
+    parts: Mapping[int, ShardState]
+    from_rank: int | None
+    settings: Mapping[str, Any]
+    digest: int
+    numbers: Sequence[int]
+
+
+def check_load(
+    given: Mapping[str, Any],
+    plan: Plan,
+    local: LocalOptimizer,
+    metadata: StateMetadata,
+    schema: StateSchema,
+    rank: int,
+    from_rank: int | None,
+    group: int | None,
+) -> CheckedLoad:
+    """Check the arguments of ``load_state_dict()`` on this rank; see :func:`check_state_dict`.
+
+    Args:
+        given: the state dict.
+        plan: the plan with which it will be loaded.
+        local: has the public param groups, their classes, and the names of the extra entries.
+        metadata: knows which tensors have state, and which rank has the consolidated state.
+        schema: knows which entries the classes keep.
+        rank: this rank.
+        from_rank: the rank whose state dict all ranks load; None if each loads its own.
+        group: the argument of that name, which ranks compare.
+
+    Raises:
+        TypeError, ValueError: if the state dict or ``from_rank`` does not fit.
+    """
+    ranks, holder = range(plan.world_size), metadata.consolidated_to
+    if isinstance(from_rank, bool) or from_rank not in (None, *ranks):
+        raise ValueError(f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {ranks[-1]}")
+    if from_rank not in (None, rank) and given:
+        raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
+    is_empty = isinstance(given, Mapping) and not given and from_rank != rank
+    checked = None if is_empty else check_state_dict(given, plan, local, metadata, schema)
+    is_whole, lacks_owned, checksums = False, False, [0] * (1 + len(plan.tensors))
+    parts = dict[int, ShardState]()
+    if checked is not None:
+        is_whole, lacks_owned = checked.is_whole, checked.lacks_owned(rank, plan)
+        checksums = checked.checksums(plan)
+        hands_out = rank == (holder if from_rank is None else from_rank) and is_whole
+        receivers = ranks if hands_out else [] if lacks_owned and holder is not None else [rank]
+        parts = {receiver: checked.part_of(receiver, plan) for receiver in receivers}
+        if rank in parts:
+            # Tensors stay on their devices, but share no memory with the state dict.
+            parts[rank] = ShardState(**copy_value(vars(parts[rank])))
+    structure = checked.structure if checked is not None and from_rank is None else ""
+    settings = {
+        "from_rank of load_state_dict()": from_rank,
+        "its state dict": "given" if structure else "empty",
+        "group of load_state_dict()": group,
+        "added state": ", ".join(sorted(local.extra.names)),
+    }
+    digest = int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
+    return CheckedLoad(checked, parts, from_rank, settings, digest, [is_whole, lacks_owned, *checksums])
+
+
+def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None) -> ShardState:
+    """Return what this rank loads, which may come from another one. Collective, once ranks agree on what they passed.
+
+    Args:
+        coordinator: the channel of the ranks' agreements.
+        mine: what this rank was passed.
+        holder: the rank that has the consolidated state; None if no rank has it.
+
+    Raises:
+        DisagreementError: if ranks were passed different checkpoints, or values are missing.
+    """
+    from_rank = mine.from_rank
     if from_rank is None:
-        from_rank = _source(coordinator, [is_whole, lacks_owned, *checksums], holder)
-    part = _handed_out(coordinator, parts, from_rank)
-    engine.take_over_state(layout, "load_state_dict()", lambda: _install(engine.local, part))
-    extra.end_load()
-    sync_groups(engine.local.optim.param_groups, groups)
-    return True
+        from_rank = _source(coordinator, mine.numbers, holder)
+    return _handed_out(coordinator, mine.parts, from_rank)
 
 
 def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -> int | None:
@@ -107,11 +147,12 @@ def _handed_out(coordinator: Coordinator, parts: Mapping[int, ShardState], from_
     return parts[rank]
 
 
-def _explain(here: str, there: str, rank: int, other: int) -> str:
+def explain_load(here: str, there: str, rank: int, other: int) -> str:
+    """Name the difference between what two ranks passed to ``load_state_dict()``."""
     return explain_configs(here, there, rank, other) or _DIFFERENT
 
 
-def _install(local: LocalOptimizer, part: ShardState) -> None:
+def install(local: LocalOptimizer, part: ShardState) -> None:
     """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and moves it."""
     inner = local.optim
     position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}

@@ -9,19 +9,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from zeroshard_comm import agreed, all_gather_text
+from zeroshard_comm import Coordinator, agreed, all_gather_text
 from zeroshard_core import TensorSpec
 
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.state.placeholder import StatePlaceholder, inner_tensors, map_leaves
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value
 
 if TYPE_CHECKING:
-    from zeroshard.engine import Engine
     from zeroshard.state.consolidate import Consolidated
 
 
 class StateMetadata:
     """Names, shapes and dtypes of the state on all ranks, changed only by :meth:`exchange`; and what was consolidated.
+
+    Args:
+        coordinator: the channel of the ranks' agreements.
+        local: has the state of this rank.
 
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
@@ -29,8 +33,8 @@ class StateMetadata:
         keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, coordinator: Coordinator, local: LocalOptimizer) -> None:
+        self._coordinator, self._local = coordinator, local
         self._described: dict[int, Described] = {}
         self._told = "{}"
         self._seen: list[Any] = []
@@ -65,7 +69,7 @@ class StateMetadata:
 
     def exchange(self, operation: str) -> None:
         """Tell all ranks which entries each rank has, or raise a ValueError if some cannot be sent. Collective."""
-        coordinator = self._engine.coordinator
+        coordinator = self._coordinator
         with agreed(coordinator, operation):
             mine = self._mine()
         described: dict[int, Described] = {}
@@ -77,7 +81,7 @@ class StateMetadata:
 
     def placeholders(self, index: int) -> dict[Key, Any]:
         """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
-        spec, param = self._engine.layout.plan.tensors[index], self._engine.params[index]
+        spec, param = self._local.plan.tensors[index], self._local.params[index]
         entries: dict[Key, Any] = {}
         for key, described in self._described.get(index, ()):
             dtype = part_dtype(described)
@@ -87,7 +91,7 @@ class StateMetadata:
 
     def _mine(self) -> str:
         """The description of this rank's state: the kind of each entry."""
-        local, tensors = self._engine.local, self._engine.layout.plan.tensors
+        local, tensors = self._local, self._local.plan.tensors
         described = {}
         for index, shard in local.shards.items():
             entries = local.state_of(shard)
@@ -111,7 +115,7 @@ class StateMetadata:
         """The entries of this rank's state."""
         # Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
         found: list[Any] = []
-        local = self._engine.local
+        local = self._local
         for shard in local.shards.values() if local.extra.kinds else ():
             found += local.extra.entries(shard).values()
         for entries in local.optim.state.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,9 +12,7 @@ from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
 from zeroshard.plan.layout import label_in
 from zeroshard.state.listing import PartialState
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
+from zeroshard.state.metadata import StateMetadata
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -26,16 +24,16 @@ class StateView(MutableMapping[Any, Any]):
     there, where this rank owns the parameter. A copy of the view is a dict of its own.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, local: LocalOptimizer, metadata: StateMetadata) -> None:
+        self._local, self._metadata = local, metadata
         self._shards: dict[int, LocalShard] = {}
         self._places: dict[torch.Tensor, LocalShard | int] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
         place = self._place(key)
         if isinstance(place, int):
-            entries = _OthersEntries(self._engine.metadata.placeholders(place))
-            entries.title = label_in(self._engine.layout.plan, place)
+            entries = _OthersEntries(self._metadata.placeholders(place))
+            entries.title = label_in(self._local.plan, place)
             return entries
         own, extra = self._state[self._local_key(key)], self._extra(key)
         return ChainMap(own, extra) if extra else own
@@ -60,7 +58,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Over the keys there are now: entries may be replaced meanwhile.
-        params = [param for param in self._engine.params if param in self]
+        params = [param for param in self._local.params if param in self]
         known = {self._local_key(param) for param in params}
         return iter([*params, *[key for key in self._state if key not in known]])
 
@@ -69,12 +67,12 @@ class StateView(MutableMapping[Any, Any]):
 
     def __bool__(self) -> bool:
         # torch.distributed.checkpoint makes a step where this is False.
-        return self._engine.metadata.keeps_none or len(self) > 0
+        return self._metadata.keeps_none or len(self) > 0
 
     def __contains__(self, key: object) -> bool:
         place = self._place(key)
         if isinstance(place, int):
-            return place in self._engine.metadata
+            return place in self._metadata
         return self._local_key(key) in self._state or bool(self._extra(key))
 
     def __repr__(self) -> str:
@@ -120,10 +118,6 @@ class StateView(MutableMapping[Any, Any]):
         self.update(given)
 
     @property
-    def _local(self) -> LocalOptimizer:
-        return self._engine.local
-
-    @property
     def _state(self) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
         return self._local.optim.state
 
@@ -132,7 +126,7 @@ class StateView(MutableMapping[Any, Any]):
         if self._shards is not self._local.shards:
             # Shards come and go only in another dict of them.
             self._shards = shards = self._local.shards
-            self._places = {param: shards.get(index, index) for index, param in enumerate(self._engine.params)}
+            self._places = {param: shards.get(index, index) for index, param in enumerate(self._local.params)}
         return self._places.get(key) if isinstance(key, torch.Tensor) else None
 
     def _local_key(self, key: Any) -> Any:  # noqa: ANN401 - state has keys of any kind

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
@@ -15,10 +14,8 @@ from zeroshard_comm import Coordinator, agreed
 from zeroshard._torch_private import foreach_copy_
 from zeroshard.local.extra_state import AVERAGE, COUNT, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
+from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.plan.layout import with_settings
-
-if TYPE_CHECKING:
-    from zeroshard.optimizer import ZeroRedundancyOptimizer
 
 Averaging = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 """Updates averages in place by the present values, given how many were averaged before; elementwise."""
@@ -77,7 +74,7 @@ class AveragedParameters:
         engine, local = self._optimizer._engine, self._optimizer._engine.local
         if engine.join.context is not None:
             raise RuntimeError("averages cannot be updated inside Join: a rank without data would not update its part")
-        engine.check_allowed()
+        engine.guard.check_allowed()
         # Parameters may have been written to, or their .data rebound, since the step.
         engine.current_layout()
         if self._averages.update(self._average_by):
@@ -96,7 +93,7 @@ class AveragedParameters:
             RuntimeError: if there was no :meth:`update` yet.
         """
         engine, originals = self._optimizer._engine, dict[torch.Tensor, torch.Tensor]()
-        before, name = engine.suspended, "AveragedParameters.applied()"
+        before, name = engine.guard.suspended, "AveragedParameters.applied()"
         try:
             with engine.collective(), torch.no_grad():
                 with agreed(engine.coordinator, name) as proposal:
@@ -111,10 +108,12 @@ class AveragedParameters:
                     self._averages.write()
                 engine.broadcast_params()
                 engine.coordinator.agree(f"the end of {name}")
-            engine.suspended = "parameters have their averages: leave the block of AveragedParameters.applied() first"
+            engine.guard.suspended = (
+                "parameters have their averages: leave the block of AveragedParameters.applied() first"
+            )
             yield
         finally:
-            engine.suspended = before
+            engine.guard.suspended = before
             with torch.no_grad():
                 for param, original in originals.items():
                     param.copy_(original)

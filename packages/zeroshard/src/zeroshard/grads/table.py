@@ -1,0 +1,259 @@
+"""The state of every gradient that travels in buckets. Only :class:`GradTable` changes it.
+
+The entry of a gradient is a pair: ``reduced``, which is equal on all ranks between backwards, and ``local``, what this
+rank has added since and no backward has reduced. Methods are called from the thread that runs backward and from the one
+that trains, never from the thread that finishes reductions.
+
+``param.grad`` belongs to the training loop, which may set it to None or assign another tensor at any time. The table
+compares its entries with it when a backward begins and before a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from operator import attrgetter, is_
+
+import torch
+from zeroshard_core import Plan
+
+from zeroshard.grads.bucket import BucketState
+from zeroshard.grads.norms import GradNorms
+from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.plan.layout import label_in
+
+_grad_of = attrgetter("grad")
+
+
+class Reduced(Enum):
+    """What all ranks know of a gradient."""
+
+    ABSENT = "no rank has a gradient"
+    ZERO = "it was set to zero, and a step uses zeros"
+    REDUCING = "it is on its way to its owners"
+    REDUCED = "its owners hold the mean"
+    USED = "a step has used the mean"
+
+
+class GradTable:
+    """Holds an entry for each parameter, and makes a placeholder its gradient once that was reduced.
+
+    Autograd adds to an entry under ``no_sync()`` if it is ABSENT, where ``param.grad`` is this rank's own tensor, or
+    ZERO. The pairs (REDUCING, local), (REDUCED, local) and (USED, local) cannot occur: adding raises.
+
+    Args:
+        norms: the norms of the gradients; also an attribute.
+
+    Attributes:
+        index_of: the tensor index of each parameter.
+        placeholders: the placeholder of each gradient, by tensor.
+    """
+
+    def __init__(self, norms: GradNorms) -> None:
+        self.norms = norms
+        self.index_of: dict[torch.Tensor, int] = {}
+        self.placeholders: list[GradPlaceholder] = []
+        self._params: Sequence[torch.Tensor] = ()
+        self._reduced: list[Reduced] = []
+        self._expected: list[GradPlaceholder | None] = []
+        """What ``param.grad`` is if the loop has not changed it since the last backward."""
+        self._local: dict[int, torch.Tensor] = {}
+        """What this rank has added to gradients that were set to zero."""
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bucket_of: dict[int, BucketState] = {}
+
+    def rebuild(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
+        """Make placeholders for parameters that were added or converted; entries stay as they are."""
+        self._params, self._plan = params, plan
+        self.index_of = {param: index for index, param in enumerate(params)}
+        self.placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
+        added = len(params) - len(self._reduced)
+        self._reduced += [Reduced.ABSENT] * added
+        self._expected += [None] * added
+        for tensor, param in enumerate(params):
+            if type(param.grad) is GradPlaceholder:
+                self._expected[tensor] = param.grad = self.placeholders[tensor]
+
+    def locate(self, states: Sequence[BucketState]) -> None:
+        """Record which parameters are in which bucket; those of other buckets are unchanged."""
+        self._bucket_of.update({tensor: state for state in states for tensor in state.tensors})
+
+    # ------------------------------------------------------------------ reads
+
+    def is_zero(self, tensor: int) -> bool:
+        """Whether the loop has set a gradient to zero since it was reduced."""
+        return self._reduced[tensor] is Reduced.ZERO
+
+    def is_reducing(self, tensor: int) -> bool:
+        """Whether a gradient is on its way."""
+        return self._reduced[tensor] is Reduced.REDUCING
+
+    def local(self, tensor: int) -> torch.Tensor | None:
+        """Return the second part of an entry: what this rank has added and no backward has reduced."""
+        grad = self._params[tensor].grad
+        return self._local.get(tensor) if grad is None or type(grad) is GradPlaceholder else grad
+
+    def present(self, tensors: Sequence[int]) -> tuple[bool, ...]:
+        """Tell for each tensor whether a step uses a gradient of it, as of the last :meth:`refresh`."""
+        reduced = self._reduced
+        return tuple([reduced[tensor] is not Reduced.ABSENT for tensor in tensors])
+
+    def owned(self, tensor: int) -> torch.Tensor | None:
+        """Return this rank's part of a reduced gradient; None if it owns none of it."""
+        return self._bucket_of[tensor].owned_gradients().get(tensor)
+
+    def is_grad(self, placeholder: GradPlaceholder) -> bool:
+        """Whether a placeholder is the gradient of its parameter now."""
+        return self._params[placeholder.tensor].grad is placeholder
+
+    def changed(self) -> int | None:
+        """Return a tensor of which the loop has removed the gradient, or set it to zero, since it was reduced."""
+        for tensor, (expected, reduced) in enumerate(zip(self._expected, self._reduced, strict=True)):
+            if expected is not None and (self._params[tensor].grad is None or reduced is Reduced.ZERO):
+                return tensor
+        return None
+
+    # ------------------------------------------------------------------ a backward
+
+    def begin(self) -> None:
+        """Begin a backward that reduces; no bucket was sent yet.
+
+        Raises:
+            RuntimeError: if a gradient that was reduced before is still there, because nothing can be added to it.
+        """
+        grads = list(map(_grad_of, self._params))
+        if GradPlaceholder not in set(map(type, grads)):
+            self._reduced, self._expected = [Reduced.ABSENT] * len(grads), [None] * len(grads)
+            return
+        for tensor, grad in enumerate(grads):
+            if type(grad) is not GradPlaceholder:
+                self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+            elif self._reduced[tensor] is not Reduced.ZERO:
+                raise self._held(tensor)
+
+    def launch(self, tensors: Sequence[int]) -> None:
+        """Mark gradients as on their way: their bucket, which has what was added locally, is about to be sent."""
+        for tensor in tensors:
+            self._reduced[tensor] = Reduced.REDUCING
+            self._local.pop(tensor, None)
+
+    def finish(self, state: BucketState, present: Sequence[bool]) -> None:
+        """End the reduction of a bucket, after all ranks have agreed that their backwards have ended.
+
+        Args:
+            state: the bucket.
+            present: whether any rank had a gradient, for each tensor of the bucket.
+        """
+        for tensor, param, is_present in zip(state.tensors, state.params, present, strict=True):
+            if is_present:
+                self._reduced[tensor] = Reduced.REDUCED
+                self._expected[tensor] = param.grad = self.placeholders[tensor]
+            else:
+                self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+
+    def add_local(self, tensor: int, values: torch.Tensor) -> None:
+        """Add values of this rank to a gradient that was set to zero, as autograd does.
+
+        Raises:
+            RuntimeError: if the gradient was reduced, because nothing can be added to it.
+        """
+        if self._reduced[tensor] is not Reduced.ZERO:
+            raise self._held(tensor)
+        if tensor in self._local:
+            self._local[tensor].add_(values)
+        else:
+            like = self.placeholders[tensor]
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            self._local[tensor] = made.copy_(values)
+
+    def copy_local(self, tensor: int, place: torch.Tensor) -> torch.Tensor:
+        """Write what was added locally, or zeros, to a place in a bucket, as DDP does; return the place.
+
+        Raises:
+            RuntimeError: if the gradient was reduced, because nothing can be added to it.
+        """
+        if self._reduced[tensor] is not Reduced.ZERO:
+            raise self._held(tensor)
+        return place.copy_(self._local[tensor]) if tensor in self._local else place.zero_()
+
+    def hide(self) -> None:
+        """Set ``param.grad`` to None where it is a placeholder: DDP is about to rebuild its buckets, and copies it."""
+        self._hidden = [(param, param.grad) for param in self._params if type(param.grad) is GradPlaceholder]
+        for param, _ in self._hidden:
+            param.grad = None
+
+    def show(self) -> None:
+        """Undo :meth:`hide`."""
+        for param, placeholder in self._hidden:
+            if param.grad is None:
+                param.grad = placeholder
+        self._hidden = []
+
+    # ------------------------------------------------------------------ the loop, and its step
+
+    def zero(self, tensor: int) -> None:
+        """Set a gradient to zero."""
+        self._local.pop(tensor, None)
+        owned = self.owned(tensor)
+        if owned is not None:
+            owned.zero_()
+        self._reduced[tensor] = Reduced.ZERO
+        self.norms.note(tensor, "zero_()", erases=True)
+
+    def refresh(self) -> None:
+        """Mark gradients that the loop has set to None as absent, before a step or a norm uses the others.
+
+        Raises:
+            RuntimeError: if a gradient has values of this rank alone; names the parameter.
+        """
+        grads = map(_grad_of, self._params)
+        if not self._local and all(map(is_, grads, self._expected)):
+            return
+        for tensor in self._bucket_of:
+            param, reduced = self._params[tensor], self._reduced[tensor]
+            if self.local(tensor) is not None or (param.grad is not None and reduced is Reduced.ABSENT):
+                raise self.unreduced(tensor)
+            if param.grad is None:
+                # Ranks compare by itself whether a parameter is frozen.
+                if reduced in (Reduced.ZERO, Reduced.REDUCED) and param.requires_grad:
+                    self.norms.note(tensor, "set to None", erases=True)
+                self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+
+    def use(self) -> None:
+        """Mark all gradients as used: a step begins."""
+        self._reduced = [Reduced.USED if each is Reduced.REDUCED else each for each in self._reduced]
+
+    # ------------------------------------------------------------------ errors
+
+    def _held(self, tensor: int) -> RuntimeError:
+        """Return the error for adding to a gradient that was reduced."""
+        title = label_in(self._plan, tensor)
+        if self._reduced[tensor] is not Reduced.USED:
+            return RuntimeError(
+                f"{title} has a gradient that an earlier backward() has reduced, and nothing can be added to it: "
+                f"accumulate under ddp.no_sync(), and synchronize only the last backward"
+            )
+        advice = (
+            ". This hook steps in every synchronized backward: to accumulate gradients, make all backwards but the "
+            "last under ddp.no_sync(), or use reduce_to_owner_hook"
+        )
+        return RuntimeError(
+            f"{title} still has the gradient of the last step: call optimizer.zero_grad() before backward()"
+            f"{advice if self.norms.steps_early else ''}"
+        )
+
+    def unreduced(self, tensor: int) -> RuntimeError:
+        """Return the error for a gradient with values of this rank alone."""
+        title = f"the gradient of {label_in(self._plan, tensor)}"
+        if self._reduced[tensor] is Reduced.REDUCED:
+            return RuntimeError(
+                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, "
+                f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
+                f"under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+            )
+        return RuntimeError(
+            f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
+            f"DistributedDataParallel waits for a parameter that it did not use, which needs "
+            f"find_unused_parameters=True, or that was frozen since the model was wrapped, which must then be wrapped "
+            f"again"
+        )

@@ -1,0 +1,61 @@
+"""The errors of an optimizer that outlive a call, because an exchange was left incomplete or a loop misuses a hook."""
+
+from __future__ import annotations
+
+from zeroshard_comm import Coordinator, PeerLostError
+
+
+class Guard:
+    """Remembers the errors of one optimizer that outlive a call. Use it as a context around every exchange.
+
+    Args:
+        coordinator: the channel of the optimizer's agreements.
+
+    Attributes:
+        broken: the error that every further call raises; None if all exchanges were completed.
+        refused: why steps are refused until a state is loaded, because the loop misused a hook; empty if they are not.
+        suspended: why ``step()`` and ``load_state_dict()`` are refused; empty if they are not.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.broken: RuntimeError | None = None
+        self.refused = self.suspended = ""
+
+    def __enter__(self) -> None:
+        """Raise if an earlier exchange was left incomplete."""
+        self.check_broken()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Remember if this exchange was left incomplete."""
+        if error is not None and (isinstance(error, PeerLostError) or not isinstance(error, Exception)):
+            self.mark_broken(error)
+
+    def check_broken(self) -> None:
+        """Raise a PeerLostError, or a RuntimeError if no rank was lost, if an exchange was left incomplete here."""
+        if self.broken is not None:
+            raise type(self.broken)(*self.broken.args)
+
+    def check_allowed(self) -> None:
+        """Raise a RuntimeError if parameters may not be stepped, loaded or added now."""
+        if self.suspended:
+            raise RuntimeError(self.suspended)
+
+    def mark_broken(self, error: BaseException) -> None:
+        """Let :meth:`check_broken` raise from now on: a later message could be mistaken for one that is under way.
+
+        If a rank was lost, or this one was interrupted (by a `BaseException` that is not an `Exception`), no other rank
+        waits for this one any more. An interruption of a single rank breaks nothing.
+        """
+        is_interruption, ranks = not isinstance(error, Exception), self._coordinator.ranks
+        if is_interruption and self._coordinator.is_single_rank:
+            return
+        if is_interruption or isinstance(error, PeerLostError):
+            ranks.close(error)
+        if self.broken is None:
+            kind = PeerLostError if isinstance(error, PeerLostError) else RuntimeError
+            self.broken = kind(
+                f"rank {ranks.rank}: an earlier call was not finished, and messages of it may still be on their way: "
+                f"load a checkpoint and build the optimizer again, on a new process group. It was ended by: "
+                f"{type(error).__name__ if is_interruption else error}"
+            )

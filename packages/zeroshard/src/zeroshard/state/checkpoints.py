@@ -1,0 +1,118 @@
+"""Saves, loads and makes the state of one optimizer: the collective calls, each of which all ranks complete or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard_comm import Coordinator, agreed
+
+from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.plan.hyperparameters import Hyperparameters
+from zeroshard.plan.layout import Layout, with_settings
+from zeroshard.state.check import StateSchema
+from zeroshard.state.consolidate import describe_state, gather_state
+from zeroshard.state.initialize import has_state, make_state
+from zeroshard.state.load import check_load, explain_load, install, receive_part
+from zeroshard.state.metadata import StateMetadata
+
+
+@dataclass(frozen=True)
+class LayoutCalls:
+    """What a checkpoint asks of the layout; none of it keeps the optimizer alive.
+
+    Attributes:
+        current: returns the layout in use.
+        update: returns the layout that fits the user's changes, or raises what is wrong with them on this rank.
+        adopt: adopts a layout on which all ranks agree.
+    """
+
+    current: Callable[[], Layout]
+    update: Callable[[], Layout]
+    adopt: Callable[[Layout], None]
+
+
+class Checkpoints:
+    """Changes the state of the local optimizer outside of steps.
+
+    Args:
+        coordinator: the channel of the ranks' agreements.
+        local: has the state of this rank.
+        metadata: knows the state of all ranks.
+        hyperparameters: knows what the user has written to param groups.
+        layouts: see :class:`LayoutCalls`.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        local: LocalOptimizer,
+        metadata: StateMetadata,
+        hyperparameters: Hyperparameters,
+        layouts: LayoutCalls,
+    ) -> None:
+        self._coordinator, self._local, self._metadata = coordinator, local, metadata
+        self._hyperparameters, self._layouts, self._schema = hyperparameters, layouts, StateSchema()
+
+    def consolidate(self, target: int, to: object) -> None:
+        """Gather the state of all ranks on rank ``target``; -1 if the caller's ``to`` is not an integer. Collective."""
+        coordinator, metadata, plan = self._coordinator, self._metadata, self._local.plan
+        with agreed(coordinator, f"consolidate_state_dict(to={target})") as proposal:
+            proposal.set(self._layouts.current().config)
+            if not 0 <= target < plan.world_size:
+                raise ValueError(
+                    f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
+                )
+            manifest = describe_state(self._local, self._hyperparameters, coordinator.ranks.rank)
+        metadata.drop_consolidated()
+        metadata.consolidated = gather_state(coordinator, plan, manifest, target)
+        metadata.consolidated_to = target
+
+    def init_state(self) -> None:
+        """Make the state of all ranks, if there is none. Collective."""
+        local, metadata = self._local, self._metadata
+        with agreed(self._coordinator, "init_state()") as proposal:
+            layout = self._layouts.update()
+            proposal.set(layout.config)
+            proposal.flag = has_state(local)
+        if not self._coordinator.flagged:
+            self._replace_state(layout, "init_state()", lambda: make_state(local))
+            metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in local.params)
+
+    def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
+        """Load what ``read`` returns on all ranks, or on none; False if all ranks pass an empty dict. Collective."""
+        coordinator, local, metadata = self._coordinator, self._local, self._metadata
+        with agreed(coordinator, "load_state_dict()", explain_load) as proposal:
+            given, layout = read(), self._layouts.update()
+            rank = coordinator.ranks.rank
+            found = check_load(given, layout.plan, local, metadata, self._schema, rank, from_rank, group)
+            proposal.set(with_settings(layout, found.settings))
+            proposal.digest ^= found.digest
+            proposal.flag = found.checked is not None
+        if not coordinator.flagged:
+            return False
+        part = receive_part(coordinator, found, metadata.consolidated_to)
+        self._replace_state(layout, "load_state_dict()", lambda: install(local, part))
+        local.extra.end_load()
+        sync_groups(local.optim.param_groups, local.groups)
+        return True
+
+    def _replace_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
+        """Adopt a layout on which ranks agree, and install state on all ranks, or on none. Collective.
+
+        ``install`` replaces the state and the param groups of the local optimizer. It must not change the old ones,
+        which are put back after an error.
+        """
+        before = [(member, member.state, member.param_groups) for member in self._local.members]
+        try:
+            with agreed(self._coordinator, f"the end of {operation}"):
+                self._layouts.adopt(layout)
+                install()
+            self._metadata.exchange(f"the state after {operation}")
+            self._metadata.drop_consolidated()
+        except BaseException:
+            for member, state, groups in before:
+                member.state, member.param_groups = state, groups
+            self._local.extra.end_load(failed=True)
+            raise
