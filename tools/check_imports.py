@@ -6,6 +6,7 @@ Run as ``python tools/check_imports.py``. It reads the sources with `ast` and im
 - Of a sibling a package imports public names alone: those in the `__all__` of a module without an underscore.
 - `zeroshard_core` never reaches `torch.distributed`, by whatever spelling.
 - The modules of a package import each other without cycles; what is imported for type checkers alone never runs.
+- No circle has more than two modules if imports for type checkers count too, in the packages that people import.
 - What `zeroshard_testing.plugin` imports when it is imported does not contain torch: pytest loads it for everyone.
 """
 
@@ -52,6 +53,8 @@ RULES: Mapping[str, Rule] = {
 }
 WITHOUT_DISTRIBUTED = "zeroshard_core"
 WITHOUT_TORCH = "zeroshard_testing.plugin"
+WITH_CIRCLES = frozenset({"zeroshard_testing"})
+"""Packages in which more than two modules may name each other for type checkers."""
 CHECK_NAMES = "zeroshard_comm._torch_private.check_names"
 """The one private name of a sibling that may be imported: it checks the private names of torch that a package uses."""
 
@@ -89,6 +92,7 @@ def check(root: Path, rules: Mapping[str, Rule] = RULES) -> list[Violation]:
             *_private_names_of_siblings(modules, rules),
             *_uses_of_distributed(modules),
             *_cycles(modules),
+            *_circles(modules),
             *_torch_in_plugin(modules),
         }
     )
@@ -166,6 +170,28 @@ def _cycles(modules: Mapping[str, Module]) -> Iterator[Violation]:
     for name in sorted(modules):
         if name not in finished:
             yield from walk(name, [])
+
+
+def _circles(modules: Mapping[str, Module]) -> Iterator[Violation]:
+    """Find modules of which each imports the next by some way, for type checkers or in functions too."""
+    within = {
+        name: {target for _, target in _within(modules, module.imports, module.package)} - {name}
+        for name, module in modules.items()
+        if module.package not in WITH_CIRCLES
+    }
+    reached: dict[str, set[str]] = {}
+    for name in within:
+        reached[name], waiting = set(), [name]
+        while waiting:
+            new = within[waiting.pop()] - reached[name]
+            reached[name] |= new
+            waiting += new
+    circles = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in within}
+    for circle in circles:
+        first, *others = sorted(circle)
+        if len(others) > 1:
+            text = f"{len(circle)} modules import each other in a circle: {', '.join([first, *others])}"
+            yield Violation(modules[first].path, 1, text)
 
 
 def _torch_in_plugin(modules: Mapping[str, Module]) -> Iterator[Violation]:

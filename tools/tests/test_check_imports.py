@@ -113,7 +113,7 @@ def test_words_about_torch_distributed_are_no_use_of_it(repository, source):
 
 
 def test_a_cycle_between_modules_is_found_and_spelled_out(repository):
-    (text,) = repository(
+    _, text = repository(
         {
             "zeroshard_core/a": "from zeroshard_core import b\n",
             "zeroshard_core/b": "from zeroshard_core.c import x\n",
@@ -121,6 +121,20 @@ def test_a_cycle_between_modules_is_found_and_spelled_out(repository):
         }
     )
     assert text == "import cycle: zeroshard_core.a -> zeroshard_core.b -> zeroshard_core.c -> zeroshard_core.a"
+
+
+@pytest.mark.parametrize("others", ["a", "a, c"])
+def test_a_circle_of_more_than_two_modules_is_found_if_types_count(repository, others):
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zeroshard_core import "
+    found = repository(
+        {
+            "zeroshard_core/a": "from zeroshard_core import b\n",
+            "zeroshard_core/b": f"{for_types}{others}\n",
+            "zeroshard_core/c": f"{for_types}a\n",
+        }
+    )
+    circle = "3 modules import each other in a circle: zeroshard_core.a, zeroshard_core.b, zeroshard_core.c"
+    assert found == ([circle] if "c" in others else [])
 
 
 def test_a_module_that_imports_its_package_which_imports_it_is_a_cycle(repository):
