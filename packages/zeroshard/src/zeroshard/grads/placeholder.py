@@ -33,12 +33,12 @@ class GradPlaceholder(TensorWithoutValues):
 
     Args:
         param: the parameter whose gradient it replaces.
-        tensor: the parameter's index in the plan; also an attribute.
+        tensor: the parameter's index in the plan.
         name: the parameter's name, for messages.
         table: holds the state of the gradient.
     """
 
-    tensor: int
+    _tensor: int
     _title: str
     _table_of: weakref.ref[GradTable]
 
@@ -52,7 +52,7 @@ class GradPlaceholder(TensorWithoutValues):
         )
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, table: GradTable) -> None:  # noqa: ARG002 - as __new__
-        self.tensor, self._title = tensor, name
+        self._tensor, self._title = tensor, name
         # Weakly: the table knows the parameter, whose gradient this is, and such a cycle is never collected.
         self._table_of = weakref.ref(table)
 
@@ -69,7 +69,7 @@ class GradPlaceholder(TensorWithoutValues):
         raise self.refusal("a deep copy")
 
     @property
-    def table(self) -> GradTable:
+    def _table(self) -> GradTable:
         """The table with its entry; raises a RuntimeError if the optimizer is gone."""
         table = self._table_of()
         if table is None:
@@ -77,18 +77,18 @@ class GradPlaceholder(TensorWithoutValues):
         return table
 
     @property
-    def is_zero(self) -> bool:
+    def _is_zero(self) -> bool:
         """Whether it was set to zero."""
-        return self.table.is_zero(self.tensor)
+        return self._table.is_zero(self._tensor)
 
     @property
     def owned(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient; None if it owns none of it."""
-        return self.table.owned(self.tensor)
+        return self._table.owned(self._tensor)
 
-    def changed_by(self, operation: str) -> GradNorms:
+    def _changed_by(self, operation: str) -> GradNorms:
         """Return what records an operation that changes the gradient, or raise the error for it."""
-        table = self.table
+        table = self._table
         if table.norms.steps_early:
             raise self.refusal(operation)
         self._check_reduced(operation)
@@ -97,20 +97,20 @@ class GradPlaceholder(TensorWithoutValues):
             raise self.refusal(operation, advice)
         return table.norms
 
-    def known_norm(self, operation: str, dtype: torch.dtype) -> torch.Tensor:
+    def _known_norm(self, operation: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the 2-norm of the gradient, a 0-dim tensor that must not be changed, or raise the error for asking."""
-        norms = self.table.norms
+        norms = self._table.norms
         if norms.steps_early:
             raise self.refusal(operation)
         self._check_reduced(operation)
-        if self.is_zero:
+        if self._is_zero:
             return torch.zeros((), dtype=dtype, device=self.device)
-        if advice := norms.why_unknown(self.tensor):
+        if advice := norms.why_unknown(self._tensor):
             raise self.refusal(operation, advice)
-        return norms.norm(self.tensor, dtype).to(self.device)
+        return norms.norm(self._tensor, dtype).to(self.device)
 
     def _check_reduced(self, operation: str) -> None:
-        if self.table.local(self.tensor) is not None:
+        if self._table.local(self._tensor) is not None:
             advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
             raise self.refusal(operation, advice)
 
@@ -118,16 +118,16 @@ class GradPlaceholder(TensorWithoutValues):
         """Return the error for an operation, by its name; ``advice`` says what to do, if it depends on more."""
         if not advice and operation in ("a deep copy", "pickling", "share_memory_()"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
-        advice = advice or self.table.norms.advice(operation)
+        advice = advice or self._table.norms.advice(operation)
         return RuntimeError(
             f"the gradient of {self._title!r} is sharded, and {operation} is not supported on it: {advice}"
         )
 
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
-    if not gradient.table.is_grad(gradient):
-        gradient.changed_by("zero_()")
-    gradient.table.zero(gradient.tensor)
+    if not gradient._table.is_grad(gradient):
+        gradient._changed_by("zero_()")
+    gradient._table.zero(gradient._tensor)
     return gradient
 
 
@@ -136,7 +136,7 @@ def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
-    return GradPlaceholder(like, gradient.tensor, gradient._title, gradient.table)
+    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._table)
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
         raise held.refusal("adding")
-    gradient.table.add_local(gradient.tensor, other)
+    gradient._table.add_local(gradient._tensor, other)
     return gradient
 
 
@@ -153,7 +153,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Copy between a gradient and its bucket, as DDP does in a backward; any other copy raises."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
-    if held is target and held.table.is_reducing(held.tensor):
+    if held is target and held._table.is_reducing(held._tensor):
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
         return held
     if held is target or not private.in_autograd():
@@ -162,7 +162,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             "before that, or register the hook by register_reduce_to_owner(ddp, optimizer)"
         )
         raise held.refusal("copying", advice)
-    return held.table.copy_local(held.tensor, target)
+    return held._table.copy_local(held._tensor, target)
 
 
 def _norm(
@@ -174,7 +174,7 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the norm that ranks have exchanged at the end of backward, which is the same on every rank."""
-    norm = gradient.known_norm("a norm", gradient.dtype)
+    norm = gradient._known_norm("a norm", gradient.dtype)
     if (dim is not None and len(dim) < gradient.dim()) or keepdim or dtype not in (None, gradient.dtype):
         raise gradient.refusal("a norm over some dimensions, or in another dtype,")
     if order != 2:
@@ -194,18 +194,18 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     assert isinstance(held, GradPlaceholder)
     if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         raise held.refusal("an operation with another tensor than a number")
-    norms = held.changed_by("scaling")
-    if not held.is_zero:
-        norms.scale(held.tensor, held.owned, factor, divides=divides)
+    norms = held._changed_by("scaling")
+    if not held._is_zero:
+        norms.scale(held._tensor, held.owned, factor, divides=divides)
     elif not (divides or math.isfinite(factor)):
         raise held.refusal(f"multiplying with {float(factor)}", "it was set to zero")
     return held
 
 
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
-    norms = gradient.changed_by("clamping")
-    if not gradient.is_zero:
-        norms.clamp(gradient.tensor, gradient.owned, min, max)
+    norms = gradient._changed_by("clamping")
+    if not gradient._is_zero:
+        norms.clamp(gradient._tensor, gradient.owned, min, max)
     elif (min is not None and min > 0) or (max is not None and max < 0):
         raise gradient.refusal(f"clamping to {min} and {max}", "it was set to zero")
     return gradient
@@ -225,9 +225,9 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     """Do what GradScaler does to gradients of one dtype, some of which may have values."""
     held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
     # First, so that all of them are unscaled, or none.
-    changed = [gradient.changed_by("unscaling") for gradient in held]
+    changed = [gradient._changed_by("unscaling") for gradient in held]
     # In float64: norms in half precision may overflow.
-    norms = torch.stack([gradient.known_norm("unscaling", torch.float64) for gradient in held]).to(found_inf.device)
+    norms = torch.stack([gradient._known_norm("unscaling", torch.float64) for gradient in held]).to(found_inf.device)
     found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
     if values:
@@ -237,7 +237,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         # The other ranks may not know what the owner finds.
         private.amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
     for gradient, norms_of in zip(held, changed, strict=True):
-        norms_of.scaled(gradient.tensor, "unscale", inverse)
+        norms_of.scaled(gradient._tensor, "unscale", inverse)
 
 
 GradPlaceholder.allowed = {

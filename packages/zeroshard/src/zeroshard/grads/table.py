@@ -104,7 +104,7 @@ class GradTable:
 
     def is_grad(self, placeholder: GradPlaceholder) -> bool:
         """Whether a placeholder is the gradient of its parameter now."""
-        return self._params[placeholder.tensor].grad is placeholder
+        return self._params[placeholder._tensor].grad is placeholder
 
     def changed(self) -> int | None:
         """Return a tensor of which the loop has removed the gradient, or set it to zero, since it was reduced."""
