@@ -62,8 +62,8 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
         **defaults: the arguments of the class, as in ``optimizer_class(params, **defaults)``.
 
     Returns:
-        The cost, in bytes. For a class without state, such as plain SGD, it is 0.0 for every tensor: use
-        :func:`numel` instead, or nothing is balanced. The cost raises ValueError if the class cannot step a tensor.
+        The cost, in bytes. It raises ValueError if the class cannot step a tensor, and returns 0.0 for every tensor if
+        the class has no state, like plain SGD. Use :func:`numel` then, or nothing is balanced.
     """
     known: dict[tuple[tuple[int, ...], torch.dtype], float] = {}
 

@@ -1,9 +1,9 @@
-"""Multi-rank tests for pytest: each rank runs the test under a pytest of its own, and what they issue is compared.
+"""Multi-rank tests for pytest: each rank runs the test under its own pytest, and their operations are compared.
 
 Mark a test with ``@pytest.mark.ranks(2, 4)`` and it runs on every rank of a warm pool of worker processes, with
 `torch.distributed` initialised. Importing this package does not import torch.
 
-PYTEST_DONT_REWRITE: it holds no tests, and pytest warns of plugins that are imported before it can rewrite them.
+PYTEST_DONT_REWRITE: this package has no tests, and pytest warns of plugins that it cannot rewrite before import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The private names of torch that this package uses, each with its reason, and the probe that says which of them work.
+"""Lists the private names of torch that this package uses, with reasons, and probes which of them work.
 
-A name that a later torch renames turns off the checks that need it, by name and with the reason, in the header of the
-run; it turns none off silently, and fails no correct test. So nothing is raised on import.
+If a later torch renames one, the checks that need it are off, and the header of the run names them with the reason. No
+check is off silently, and no correct test fails. So importing this module never raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch e
 from zeroshard_testing.rank_state import Operation
 
 TESTED_WITH = "2.15"
-"""The newest torch in which these names were tried."""
+"""The newest torch with which these names were tested."""
 
 GROUP_METHODS: Mapping[str, tuple[str, int]] = {
     "allreduce": ("all_reduce", 0),
@@ -56,23 +56,23 @@ _TORCH = str(Path(torch.__file__).parent)
 _LOGGER = str(Path(_TORCH, "distributed", "c10d_logger.py"))
 _WAITING = ("distributed", "nn/parallel/distributed.py", "autograd/graph.py", "_ops.py")
 WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
-"""Where the Python frame of a thread is that waits for other ranks inside C++."""
+"""Functions whose Python frame belongs to a thread that waits for other ranks inside C++."""
 
 _NEVER_WAITING = ("elastic", "rpc", "launcher", "rendezvous.py")
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in _NEVER_WAITING)
 LOADED_LATE = re.compile(r"(torch|sympy|mpmath)\.(?!_inductor|testing\._internal)")
-"""Modules that torch loads when they are needed, a second's work. Left out is what may start processes, or use CUDA."""
+"""Modules that torch loads on demand, which takes a second; without those that may start processes or use CUDA."""
 
 FUTURE = torch._C.Future
-"""What operations return, of which the public class is a subclass: waits are recorded of both."""
+"""The class of works, whose subclass is the public class. Waits for both are recorded."""
 
 RUN_CASE = "_run"
-"""The method of PyTorch's MultiProcessTestCase that is run in the process of a rank; classes of tests override it."""
+"""The method of PyTorch's MultiProcessTestCase that runs in the process of a rank; test classes override it."""
 START_PROCESSES = ("_spawn_processes", "_start_processes")
-"""Its methods that start these processes."""
+"""The methods of MultiProcessTestCase that start these processes."""
 
 GROUP_CONSTRUCTOR = "_new_process_group_helper"
-"""The function in which ranks meet to make a process group."""
+"""The function in which ranks connect to make a process group."""
 _GROUP_ARGUMENTS = {"group_name", "group_size", "group_rank", "global_ranks_in_group"}
 
 _DTYPES = {"Char": "int8", "Byte": "uint8", "ComplexFloat": "complex64", "ComplexDouble": "complex128"}
@@ -82,8 +82,8 @@ _DTYPES = {"Char": "int8", "Byte": "uint8", "ComplexFloat": "complex64", "Comple
 class Recorded:
     """A collective in torch's flight recorder, which also sees what C++ issues.
 
-    It has the name of what gloo runs inside, so ``"all_gather"`` for an all_gather_into_tensor, and its number in its
-    group, from 1. ``created`` is in seconds since the epoch; it gives up ``timeout`` seconds later.
+    Its name is the operation that gloo runs, such as ``"all_gather"`` for an all_gather_into_tensor; its number counts
+    from 1 in its group. ``created`` is in seconds since the epoch; it times out ``timeout`` seconds later.
     """
 
     group: str
@@ -94,12 +94,12 @@ class Recorded:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Return the process groups of this process. There is no public list of them."""
+    """Return the process groups of this process, of which there is no public list."""
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
 def count_groups_anew() -> None:
-    """Let torch name groups from 0: one that a rank could not make has taken a name there."""
+    """Let torch name groups from 0 again, because a group that failed has taken a name on one rank."""
     dist.distributed_c10d._world.group_count = 0
 
 
@@ -110,7 +110,7 @@ def module_hooks() -> list[dict[int, Any]]:
 
 
 def group_constructor() -> Callable[..., Any]:
-    """Return the function in which ranks meet to make a group; LookupError if torch has none with its arguments."""
+    """Return the function in which ranks connect to make a group; LookupError if torch has none with its arguments."""
     found = getattr(dist.distributed_c10d, GROUP_CONSTRUCTOR, None)
     if found is None or not inspect.signature(found).parameters.keys() >= _GROUP_ARGUMENTS:
         raise LookupError(f"torch makes process groups by another function than {GROUP_CONSTRUCTOR}")
@@ -118,15 +118,15 @@ def group_constructor() -> Callable[..., Any]:
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
-    """Return how many operations were issued in a group, from C++ too; RuntimeError if the backend does not count."""
+    """Return the number of operations of a group, from C++ too; RuntimeError if the backend does not count."""
     if any(device.type == "emu" for device in group._device_types):
-        # From torch 2.14 on it is the number of its gloo, which counts nothing on the emulated accelerator.
+        # Since torch 2.14 this is the number of its gloo, which counts nothing on the emulated accelerator.
         raise RuntimeError("a group with an emulated accelerator has no number for all of its backends")
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return after how many seconds an operation of a group gives up, infinity where the backend does not tell."""
+    """Return the timeout of a group's operations in seconds; infinity if the backend does not say."""
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except (RuntimeError, AttributeError):
@@ -134,11 +134,11 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def recorded(since: float = 0.0) -> list[Recorded]:
-    """Return the collectives in the flight recorder, which has no public reader, issued since a time after the epoch.
+    """Return the collectives in the flight recorder since a time after the epoch. The recorder has no public reader.
 
-    Any error tells that torch has changed the recorder; `probe` finds that out beforehand.
+    Any error means that torch has changed the recorder, which `probe` detects first.
     """
-    # Pickled by this process a moment ago: nothing comes from a file or a peer.
+    # This process has just pickled it: nothing comes from a file or a peer.
     dump = torch._C._distributed_c10d._dump_fr_trace(True, False, False)  # type: ignore[attr-defined]
     entries = pickle.loads(dump)["entries"]  # noqa: S301 - see above
     return [_recorded(entry) for entry in entries if not entry["is_p2p"] and entry["time_created_ns"] >= since * 1e9]
@@ -162,14 +162,14 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
 
 
 def _dtype_name(name: str) -> str:
-    """Return the public name of a dtype, given its name in C++, such as ``"Double"``: most have it as an alias."""
+    """Return the public name of a dtype, given its name in C++, such as ``"Double"``, which is often an alias."""
     return _DTYPES.get(name) or str(getattr(torch, name.lower(), name)).removeprefix("torch.")
 
 
 def complex_arguments(frame: FrameType) -> dict[tuple[int, ...], torch.Tensor]:
-    """Return the complex tensors given to the public function that runs in a frame, which passes views of them on.
+    """Return the complex arguments of the public function of a frame, which passes views of them to C++.
 
-    They are by address and shape of such a view, as real numbers. The frame of the function's wrapper still has them.
+    The keys are address and shape of such a view as real numbers. The frame of the function's wrapper has the tensors.
     """
     caller = frame.f_back
     if caller is None or caller.f_code.co_filename != _LOGGER:
@@ -183,7 +183,7 @@ def complex_arguments(frame: FrameType) -> dict[tuple[int, ...], torch.Tensor]:
 
 
 def reduce_op_name(options: object) -> str:
-    """Return text such as ``"SUM"`` for a collective's options, empty without one; there is no public name for it."""
+    """Return text such as ``"SUM"`` for a collective's options; empty without an operation. It has no public name."""
     return str(getattr(getattr(getattr(options, "reduceOp", None), "op", None), "name", ""))
 
 
@@ -202,9 +202,9 @@ def fake_store() -> Any:  # noqa: ANN401 - torch's testing modules have no stubs
 
 
 def case_modules() -> tuple[Any, Any]:
-    """Return PyTorch's modules of test cases: of those on ranks, and what all have.
+    """Return PyTorch's modules of test cases on ranks, and of all test cases.
 
-    When they are needed, and no earlier: they load torch._dynamo, and need the package expecttest.
+    Call it only if they are needed: they load torch._dynamo, and need the package expecttest.
     """
     from torch.testing._internal import common_distributed, common_utils
 
@@ -212,7 +212,7 @@ def case_modules() -> tuple[Any, Any]:
 
 
 def probe() -> dict[str, str]:
-    """Return the checks that cannot work with this torch, and why, as tried in a process group of one, made here."""
+    """Return the checks that cannot work with this torch, with reasons, after a test in a process group of one."""
     if not dist.is_gloo_available():
         return dict.fromkeys(("deadlock", "collectives", "messages"), "torch has no gloo to try them with")
     missing: dict[str, str] = {}
@@ -226,7 +226,7 @@ def probe() -> dict[str, str]:
     ):
         try:
             try_it()
-        except Exception as error:  # noqa: BLE001 - whatever torch may have become
+        except Exception as error:  # noqa: BLE001 - a later torch may raise anything
             missing |= dict.fromkeys(checks, f"{type(error).__name__}: {error}; {versions}")
     dist.destroy_process_group()
     return missing
@@ -245,7 +245,7 @@ def _probe_recorder() -> None:
     group = process_groups()[-1]
     latest = recorded()[-1]
     operation = latest.operation
-    # Under the debug level DETAIL a group has no name there.
+    # With the debug level DETAIL, a group has no name there.
     if latest.group not in (group.group_name, "") or (operation.name, operation.tensors) != (
         "all_reduce",
         "float32[3]",
@@ -260,5 +260,5 @@ def _probe_methods() -> None:
 
 
 def register_device_module(name: str, module: ModuleType) -> None:
-    """Let torch find a module such as ``torch.emu`` for a device; there is no public way."""
+    """Register a module such as ``torch.emu`` for a device, for which there is no public function."""
     torch._register_device_module(name, module)

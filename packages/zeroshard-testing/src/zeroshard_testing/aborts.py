@@ -1,4 +1,4 @@
-"""Lets a rank speak before C++ aborts it, as gloo does over tensors that differ: what it was in explains the abort."""
+"""Lets a rank report its state before C++ aborts it, as gloo does if tensors differ: the state explains the abort."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 
-# Longest time, in seconds, that a process may take to speak: C++ may hold a lock that it needs.
+# Longest time, in seconds, for a process to report: C++ may hold a lock that it needs.
 _TIMEOUT = 3
 
 _libc = ctypes.CDLL(None)
@@ -17,10 +17,10 @@ _handlers: list[object] = []
 
 
 def call_before_abort(speak: Callable[[], object]) -> None:
-    """Call a function when SIGABRT is about to end this process, in the thread that has raised it.
+    """Call a function when SIGABRT is about to end this process, in the thread that raised it.
 
     Python's own handlers run in the main thread, which waits in C++ then. The handler of `faulthandler`, which must be
-    enabled after this, calls the one that it finds. Copies of this process that a test forks do not speak.
+    enabled after this call, calls the handler that it finds. Copies of this process that a test forks do not report.
     """
     pid = os.getpid()
 

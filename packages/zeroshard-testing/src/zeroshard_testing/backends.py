@@ -1,4 +1,4 @@
-"""Which backends this machine has, and the reason when one is missing."""
+"""Finds the backends that this machine has, and the reason if one is missing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from zeroshard_testing.spec import RanksSpec
 
 NEED_NO_PROBE = ("gloo", "fake")
-"""Backends that come with torch; the others depend on the machine."""
+"""Backends that every torch has; the others depend on the machine."""
 
 _NCCL_THAT_SHARES = (2, 30)
 
 
 def machine() -> dict[str, Any]:
-    """Find out which backends torch has, and how many CUDA devices there are. Touches CUDA."""
+    """Return which backends torch has, and the number of CUDA devices. Initialises CUDA."""
     import torch
     import torch.distributed as dist
 
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def why_unavailable(spec: RanksSpec, found: Mapping[str, Any]) -> str | None:
-    """Say why a test cannot run on a machine that `machine` describes, None if it can."""
+    """Return why a test cannot run on a machine that `machine` describes; None if it can."""
     if spec.backend in NEED_NO_PROBE:
         return None
     if spec.backend not in ("nccl", "gloo-cuda"):

@@ -27,27 +27,27 @@ def run_on_ranks(
     title: str | None = None,
     **kwargs: object,
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on every rank of a process group, and return what it returned.
+    """Call ``function(*args, **kwargs)`` on every rank of a process group, and return the results by rank.
 
     Args:
-        function: What to call, with `torch.distributed` initialised. It travels by cloudpickle if that is installed,
-            otherwise by pickle, which takes only functions of modules.
+        function: The function to call, with `torch.distributed` initialised. It is sent by cloudpickle if that is
+            installed, otherwise by pickle, which takes only functions of modules.
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
-        backend: As for ``@pytest.mark.ranks``, and so are ``timeout`` in seconds, ``init`` and ``checks``.
-        timeout: Seconds, by default as many as for a test.
+        backend: The backend, as for ``@pytest.mark.ranks``.
+        timeout: Seconds that the call may take; the timeout of a test by default.
         init: Whether the default process group is initialised.
-        checks: Which checks are off, or on that are off by default.
-        title: What to call it in reports, the function's name by default.
+        checks: The checks to turn off, or on if they are off by default.
+        title: The name of the call in reports; the function's name by default.
         **kwargs: Named arguments.
 
     Returns:
-        What was returned, by rank: tensors, numbers, strings, None, and lists, tuples and dicts of them.
+        What was returned, by rank: tensors, numbers, strings, None, and lists, tuples and dicts of these.
 
     Raises:
-        RanksFailure: If it has raised, ended, or left a collective out on some rank; the text tells the cause first.
-        RuntimeError: If it is called on a rank, or the machine lacks the backend.
-        TypeError: If function or arguments cannot be sent.
+        RanksFailure: If the function raised, ended, or left out a collective on a rank. The text names the cause first.
+        RuntimeError: If the caller is a rank, or the machine lacks the backend.
+        TypeError: If the function or the arguments cannot be sent.
     """
     __tracebackhide__ = True
     if _is_rank:
@@ -59,12 +59,12 @@ def run_on_ranks(
     name = title or str(getattr(function, "__qualname__", function))
     title = f"{name} on {'one rank' if ranks == 1 else f'{ranks} ranks'}"
     returned = _session().call(title, spec, _pickled((function, args, kwargs), name))
-    # Only tensors and plain values, whatever the bytes say.
+    # Reads only tensors and plain values, whatever the bytes contain.
     return [torch.load(io.BytesIO(returned[rank]), weights_only=True) for rank in sorted(returned)]
 
 
 def refuse_on_this_process() -> None:
-    """Say that this process is a rank, which starts no ranks of its own."""
+    """Mark this process as a rank, so that it starts no ranks of its own."""
     global _is_rank
     _is_rank = True
 

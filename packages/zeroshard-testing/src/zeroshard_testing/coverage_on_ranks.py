@@ -1,6 +1,6 @@
-"""Coverage of the lines that run on ranks, where pytest-cov measures the controller.
+"""Measures coverage of the lines that run on ranks, if pytest-cov measures the controller.
 
-Each worker writes a data file beside the controller's, which pytest-cov combines. One that is killed leaves nothing.
+Each worker writes a data file beside the controller's, and pytest-cov combines them. A killed worker writes none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zeroshard_testing.ipc import Message
 
 
 def coverage_request(config: pytest.Config | None) -> Message | None:
-    """Return the arguments with which `coverage.Coverage` measures as pytest-cov does, None where it does not."""
+    """Return the arguments with which `coverage.Coverage` measures as pytest-cov does; None if it does not measure."""
     plugin: Any = None if config is None else config.pluginmanager.get_plugin("_cov")
     controller = getattr(plugin, "cov_controller", None)
     if controller is None or controller.cov is None:
@@ -30,7 +30,7 @@ def coverage_request(config: pytest.Config | None) -> Message | None:
 
 
 def measure_coverage(request: Message | None) -> Callable[[], None]:
-    """Measure as `coverage_request` says; return what writes what was measured so far, and may be called repeatedly."""
+    """Measure as `coverage_request` says. Return a function that saves the data so far; it may be called repeatedly."""
     if request is None:
         return lambda: None
     import coverage

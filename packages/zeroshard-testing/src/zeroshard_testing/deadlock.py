@@ -1,8 +1,8 @@
-"""Whether ranks wait for one another for ever: pure functions over what each of them was doing at one moment.
+"""Decides whether ranks wait for each other forever: pure functions over the states of all ranks at one moment.
 
-The proof: at one moment every rank that still runs waits, and what each of them waits for has not been issued by those
-who would have to. They all wait or have ended, so none of them ever will. Where it is not known what a rank waits for,
-or what another has issued, there is no proof.
+The proof: at one moment every rank that still runs waits, and the ranks that would have to issue the awaited operations
+have not issued them. They wait or have ended, so they never will. If it is unknown what a rank waits for, or what
+another rank has issued, there is no proof.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zeroshard_testing.rank_state import Awaited, Operation, RankState, group_me
 
 
 def find_deadlock(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Prove from the states of one moment that no rank which still runs can ever go on.
+    """Prove from the states at one moment that no rank that still runs can ever continue.
 
-    Return why each of them cannot, as text by rank; nothing without a proof.
+    Return the reason for each of these ranks, as text by rank; an empty mapping if there is no proof.
     """
     running = {rank: state.awaited for rank, state in states.items() if not state.finished}
     if not all(running.values()):
@@ -33,7 +33,7 @@ def find_deadlock(states: Mapping[int, RankState]) -> dict[int, str]:
 
 
 def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -> str | None:
-    """Say why what a rank waits for never comes if no rank issues anything more; None if it may come."""
+    """Return why a rank's wait never ends if no rank issues anything more; None if it may end."""
     if awaited.kind == "collective":
         return _collectives_never_complete(rank, states)
     if awaited.kind in ("send", "recv"):
@@ -51,8 +51,8 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
 
 
 def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> str | None:
-    """Whether a member of the group that a rank is making has not begun to, by whatever number the test calls it."""
-    # All of the group's places are taken each time that it is made.
+    """Return True if a member has not begun to make the group that a rank is making."""
+    # Each time that the group is made, every one of its members takes its place.
     begun = sum((Counter(state.begun) for state in states.values()), Counter[str]())
     members = enumerate(group_members(awaited.group))
     absent = [member for place, member in members if begun[f"{awaited.group} {place}"] <= awaited.number]
@@ -63,7 +63,7 @@ def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> s
 
 
 def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> str | None:
-    """Whether every pending collective of a rank lacks a member, or meets another collective there."""
+    """Return True if every pending collective of a rank lacks a member, or meets another collective there."""
     reasons = [
         _lacks(key, number, operation, rank, states)
         for key, group in states[rank].groups.items()
@@ -83,7 +83,7 @@ def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mappi
         other = there.operations.get(number)
         if other is not None and differ(operation, other):
             return f"stuck in {what}: rank {member} is in {other} there"
-        # One that torch has not numbered yet may be in the call already.
+        # A rank may already be in a call that torch has not numbered yet.
         if other is None and there.issued < number:
             return f"stuck in {what}: rank {member} never joins, it {_fate(member, states)}"
     return None
@@ -97,7 +97,7 @@ def _message_never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankS
         there = states[peer].groups.get(awaited.group) if peer in states else None
         if there is None:
             return None
-        # A receive from anyone may take the message as well.
+        # A receive from any source may take the message as well.
         keys = (f"{answer} {rank} {awaited.tag}", f"{answer} -1 {awaited.tag}")
         issued += sum(there.messages[key].count for key in keys if key in there.messages)
     here = states[rank].groups.get(awaited.group)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-# What DeepSpeed knows of a process group is not true of the next test's.
+# DeepSpeed keeps values of a process group, which are wrong for the process group of the next test.
 _STATE_OF_A_GROUP = ("deepspeed.comm.comm", "deepspeed.utils.groups")
 _LAUNCHER = {"run", "_dist_run", "_launch_procs", "_launch_daemonic_procs", "_launch_non_daemonic_procs"}
 
@@ -55,7 +55,7 @@ class DistributedTest:
 
     @pytest.fixture(autouse=True)
     def _environment(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Do on the rank what DeepSpeed's class does there."""
+        """Run the test on the rank as DeepSpeed's class does."""
         size = os.environ["WORLD_SIZE"]
         if "world_size" in request.fixturenames and str(request.getfixturevalue("world_size")) != size:
             pytest.fail("a DistributedTest takes its world sizes from @pytest.mark.world_size([2, 4]) only", False)
@@ -74,7 +74,7 @@ class DistributedTest:
 
 
 class DistributedFixture:
-    """Refused: ordinary fixtures run on each rank, with the world size of the test."""
+    """Raise, because ordinary fixtures run on each rank, with the world size of the test."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         text = "is not supported: use a rank_fixture, or call run_on_ranks(fn, n) for each number of ranks"
@@ -82,7 +82,7 @@ class DistributedFixture:
 
 
 def _marked(test: Callable[..., Any], cls: type[DistributedTest]) -> Callable[..., Any]:
-    """Return the test with a ``ranks`` mark for this class, for another class may inherit it with another size."""
+    """Return a copy of the test with a ``ranks`` mark. Another class may inherit the test with another world size."""
 
     @functools.wraps(test)
     def on_ranks(*args: object, **kwargs: object) -> object:

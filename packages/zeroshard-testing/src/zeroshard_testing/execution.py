@@ -1,4 +1,4 @@
-"""One test on one rank: collected, run under pytest, and turned into an outcome. Runs in workers only."""
+"""Runs one test on one rank: collects it, runs it under pytest, and returns its outcome. Runs in workers only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zeroshard_testing.wait_recorder import record_waits
 
 
 class Rank:
-    """What a worker keeps from test to test; one in a process, for the main thread, made before any process group."""
+    """State that a worker keeps from test to test. Its main thread makes one, before any process group."""
 
     def __init__(self, channel: Channel, request: Message, session: pytest.Session) -> None:
         self._channel = channel
@@ -50,17 +50,17 @@ class Rank:
         self._known = {*sys.modules}
 
     def run(self, message: Message, payload: bytes) -> tuple[Outcome, bytes]:
-        """Run a test, or the call in the payload, and return how it ended, in any case, and what the call returned."""
+        """Run a test, or the call in the payload, and return its outcome, and the result of the call. Never raises."""
         result = b""
         try:
             item = self._prepare(message, payload)
-            # What another file has left, if the controller could not tell that it was the last of its tests.
+            # Tear down fixtures of another file if the controller did not know that its last test had run.
             self._session._setupstate.teardown_exact(item)
             outcome = _outcome(self._plugin.run(item, _next_item(item.listchain()[:-1], message["keep"])))
             if message["backend"] == "emulated" and outcome.kind in (kinds.SKIPPED, kinds.XFAILED):
                 from zeroshard_testing.emulated import runtime
 
-                # Where this rank does so alone, the others do not wait for it.
+                # The other ranks do not wait for this rank here.
                 runtime.end_groups(self._faults)
             result = getattr(item, "result", b"")
             unreached = [] if "faults" in message["checks_off"] else self._faults._unreached()
@@ -72,31 +72,31 @@ class Rank:
             outcome = Outcome(kinds.FAILED, text, printable(str(error)), time.monotonic())
         except pytest.skip.Exception as skip:  # of the whole module
             outcome = Outcome(kinds.SKIPPED, printable(str(skip)))
-        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
+        except BaseException as error:  # noqa: BLE001 - any error of a test is its outcome
             outcome = _of_exception(error)
         return outcome, result
 
     def tear_down(self, keep: Collection[str]) -> str:
-        """Tear down all fixtures except for nodes at these places, and return errors, empty if there were none."""
+        """Tear down the fixtures of all nodes except at these places, and return the errors as text; empty if none."""
         try:
-            # Private to pytest: it is what `nextitem` of the protocol's hooks comes to.
+            # Private to pytest: the protocol's hooks pass `nextitem` to it.
             self._session._setupstate.teardown_exact(_next_item(self._session._setupstate.stack, keep))
-        except BaseException as error:  # noqa: BLE001 - whatever a fixture raises is reported
+        except BaseException as error:  # noqa: BLE001 - any error of a fixture is reported
             return _of_exception(error).detail
         return ""
 
     def held(self) -> list[str]:
-        """Return the places of nodes that are set up."""
+        """Return the places of the nodes that are set up."""
         return [place_of(node) for node in self._session._setupstate.stack]
 
     def loaded(self) -> list[str]:
-        """Return which modules of torch, and of what it needs, tests have made this process load, in that order."""
+        """Return the modules of torch and its dependencies that tests have loaded in this process, in that order."""
         return [name for name in sys.modules if name not in self._known and LOADED_LATE.match(name)]
 
     def _prepare(self, message: Message, payload: bytes) -> pytest.Item:
         self._state.restore_surroundings(message)
         if message["backend"] == "emulated":
-            # A worker keeps its backend, and this one is for good.
+            # A worker keeps its backend, so this is never undone.
             from zeroshard_testing.emulated import runtime
 
             runtime.load()
@@ -114,7 +114,7 @@ class Rank:
             )
         if message["init"]:
             self.groups.begin(message)
-        # Nothing is said, and so nothing proven, of a rank before this: its group is not the test's doing.
+        # The inspector knows nothing of a rank before this, because the test does not make its group.
         self.inspector.begin(message["run"], message["timeout"], message["rank"], message["world_size"])
         self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(**self._values(message))
@@ -134,7 +134,7 @@ class Rank:
 
 
 def _next_item(nodes: Iterable[Any], keep: Collection[str]) -> Any:  # noqa: ANN401 - in place of an item
-    """Return what stands for the next test, which may run elsewhere: pytest asks it only for its chain of nodes."""
+    """Return an object in place of the next test, which may run elsewhere: pytest reads only its chain of nodes."""
     kept = [node for node in nodes if place_of(node) in keep]
     return SimpleNamespace(listchain=lambda: kept) if keep else None
 
@@ -178,20 +178,20 @@ def _outcome(reports: Reports) -> Outcome:
 
 
 def _of_exception(error: BaseException) -> Outcome:
-    """Return the outcome of what has passed through pytest's protocol, or kept the test from starting."""
+    """Return the outcome of a test from pytest's reports, or from the error that kept it from starting."""
     info: pytest.ExceptionInfo[BaseException] = pytest.ExceptionInfo.from_exception(error)
     moment = time.monotonic()
     summary = type(error).__name__
     detail = f"{summary}\n(the traceback cannot be rendered)"
     with contextlib.suppress(Exception):
-        # A value whose repr raises must not hide the error.
+        # The repr of a value may raise, and must not hide the error.
         summary = info.exconly(tryshort=True).splitlines()[0]
         detail = str(info.getrepr(style="native"))
     return Outcome(kinds.FAILED, printable(summary), printable(detail), moment)
 
 
 class CallItem(pytest.Item):
-    """Calls a function where a test would run; the result is as `torch.load` with ``weights_only=True`` reads it."""
+    """Calls a function in place of a test. `torch.load` with ``weights_only=True`` must be able to read the result."""
 
     call: Callable[[], object]
     result = b""
@@ -202,13 +202,13 @@ class CallItem(pytest.Item):
         self.result = _dumped(self.call())
 
     def _traceback_filter(self, info: pytest.ExceptionInfo[BaseException]) -> Any:  # noqa: ANN401 - private to pytest
-        """Show what is above the call, as pytest does for a test."""
+        """Render the traceback above the call, as pytest does for a test."""
         return info.traceback.cut(path=__file__).filter(info)
 
 
 def _call_item(session: pytest.Session, title: str, payload: bytes) -> CallItem:
-    """Return the item that makes a call: of a function with arguments and named arguments, pickled as payload."""
-    # Sent by the controller that started this process, over a socket that no other process has.
+    """Return the item that calls the function in the payload, which is pickled with its arguments."""
+    # The controller that started this process sent it, over a socket that no other process has.
     function, args, kwargs = pickle.loads(payload)  # noqa: S301 - see above
     item: CallItem = CallItem.from_parent(session, name=title, nodeid=title)
     item.call = partial(function, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Faults that a test asks for, at operations it names: a rank that dies, lags, stops, raises, or leaves one out."""
+"""Faults that a test requests at named operations: a rank is killed, delayed or stopped, raises, or skips one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACE = re.compile(r"(\w+)(?:#(\d+|\*))?")
 
 @dataclass
 class _Fault:
-    """One fault of this rank, and how often its operation has been issued since it was asked for."""
+    """One fault of this rank, and the number of its operations that were issued since the test requested it."""
 
     kind: str
     operation: str
@@ -35,11 +35,11 @@ class _Fault:
 
 
 class Faults:
-    """The faults of one test on this rank; every rank calls the same methods, and the one that is named acts.
+    """The faults of one test on this rank. Every rank calls the same methods, and the named rank acts.
 
-    All methods first take a ``rank`` of the default group, and a place: ``at`` is an operation and its number, counted
-    from 1 and from the call on. ``"all_reduce#3"`` is that rank's third ``all_reduce``, in whatever group and thread,
-    ``"send"`` its first ``send`` and ``"recv#*"`` every ``recv``. A place that names no operation is a ValueError.
+    All methods take a ``rank`` of the default group, and a place: ``at`` is an operation and its number, counted from 1
+    since the call. ``"all_reduce#3"`` is the third ``all_reduce`` of the rank, in any group and thread, ``"send"`` the
+    first ``send``, and ``"recv#*"`` every ``recv``. A place that names no operation raises ValueError.
 
     The fault strikes before the operation is issued. Only what is issued from Python is seen: the reductions that
     DistributedDataParallel makes without a communication hook are not. A rank that its own fault ends or stops counts
@@ -63,13 +63,13 @@ class Faults:
         self._add("stop", rank, at, lambda: self._stop(seconds))
 
     def delay(self, rank: int, at: str, seconds: float | tuple[float, float], seed: int = 0) -> None:
-        """Let a rank be late by ``seconds``; a pair is a range that each delay is drawn from, with ``seed``."""
+        """Delay a rank by ``seconds``. From a pair, the bounds of a range, each delay is drawn with ``seed``."""
         low, high = seconds if isinstance(seconds, tuple) else (seconds, seconds)
         draw = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._add("delay", rank, at, lambda: time.sleep(draw.uniform(low, high)))
 
     def drop(self, rank: int, at: str) -> None:
-        """Leave an operation out: on this rank it is not issued, and seems to have completed."""
+        """Skip an operation: the rank does not issue it, and gets a work that has completed."""
         self._add("drop", rank, at, private.completed_work)
 
     def raise_(self, rank: int, at: str, error: BaseException) -> None:
@@ -94,22 +94,22 @@ class Faults:
                 self.armed = True
 
     def _begin(self, run: int, rank: int, world_size: int) -> None:
-        """Forget the last test's faults; the worker's main thread says which test and which of its ranks comes now."""
+        """Forget the faults of the last test. The worker's main thread calls it with the next test's run and rank."""
         self._run = run
         self._world_size = world_size
         self._rank = rank
         self._faults: list[_Fault] = []
-        # On any rank: all of them make the same calls.
+        # Checked on every rank, because all of them make the same calls.
         self.were_asked_for = False
-        # Whether any operation has to be looked at; read in the hot path.
+        # Read in the hot path: False if no operation can have a fault.
         self.armed = False
 
     def _unreached(self) -> list[str]:
-        """Return, as text, the faults whose places the test has not reached."""
+        """Return the faults whose places the test has not reached, as text."""
         return [str(fault) for fault in self._faults if not fault.struck]
 
     def _reach(self, operation: str) -> object | None:
-        """Let the faults act that are due before an operation; what one returns is a work in the operation's place."""
+        """Run the faults that are due before an operation. Return a work if one replaces the operation."""
         __tracebackhide__ = True
         due = []
         with self._lock:

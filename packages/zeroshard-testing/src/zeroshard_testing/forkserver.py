@@ -1,9 +1,9 @@
-"""The process that every worker is forked from: torch and pytest are loaded in it once, and nothing else happens there.
+"""The process from which every worker is forked. It loads torch and pytest once, and does nothing else.
 
 It runs pytest up to the point where collection would start, so that assertion rewriting and the rest of pytest's
 machinery are in place in each worker, and then forks on request. It never touches CUDA, since a context does not
-survive a fork, and starts no thread. It ends when the controller does, and takes every worker with it. Where each
-worker is to load all this for itself, no pytest is run here, and workers become new interpreters.
+survive a fork, and starts no thread. It ends when the controller does, and ends every worker. If each worker must load
+torch and pytest itself, this process runs no pytest, and workers are new interpreters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroshard_testing.worker import run_child
 
 
 def main(descriptor: int, description: Message, forks: bool) -> None:
-    """Serve requests until the controller closes its end of the Unix socket that ``descriptor`` stands for."""
+    """Serve requests until the controller closes its end of the Unix socket with this descriptor."""
     channel = Channel(socket.socket(fileno=descriptor))
     if forks:
         run_idle_pytest(description, lambda session: _Server(channel, partial(_run, session), preloads=True).serve())
@@ -48,14 +48,14 @@ def _execute(description: Message, request: Message, control: int, stacks: int) 
 
 
 class _Server:
-    """Forks children, reaps them, and tells the controller how each of them ended."""
+    """Forks children, reaps them, and reports to the controller how each of them ended."""
 
     def __init__(self, channel: Channel, become: Callable[[Message, int, int], None], *, preloads: bool) -> None:
         self._channel, self._become, self._preloads = channel, become, preloads
         self._children: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Work until the controller is gone, then end the children and this process."""
+        """Serve until the controller is gone, then end the children and this process."""
         gc.collect()
         wakeup, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -84,10 +84,10 @@ class _Server:
                 kill_group(self._children[message["id"]])
             return
         for name in message.get("preload", ()) if self._preloads else ():
-            # What a worker whose test failed has loaded, so that its successors need not.
+            # Load what a worker whose test failed has loaded, so that its successors need not.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-        # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
+        # Pages stay shared with the workers as long as the garbage collector does not write to them.
         gc.freeze()
         descriptors = self._channel.take_descriptors(4)
         pid = os.fork()
@@ -123,7 +123,7 @@ class _Server:
         for identity, child in list(self._children.items()):
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
-                # What a test started and left behind ends with the rank that started it.
+                # Processes that a test started end with the rank that started them.
                 kill_group(pid)
                 del self._children[identity]
                 self._channel.send({"id": identity, "pid": pid, "status": os.waitstatus_to_exitcode(status)})

@@ -17,14 +17,14 @@ Message = dict[str, Any]
 
 
 class ClosedError(Exception):
-    """The other end has closed the channel, or its process is gone."""
+    """Raised if the other end has closed the channel, or its process is gone."""
 
 
 class Channel:
     """One end of a stream socket that carries messages.
 
     A frame is two 32-bit big-endian lengths in bytes, a JSON object of the first length and an opaque payload of the
-    second. Only JSON is ever interpreted here; who pickles a payload, and who may unpickle it, is the caller's affair.
+    second. This module interprets only JSON; the caller decides which payloads are pickled and unpickled.
     The channel owns its socket. All methods raise ClosedError if the other end is gone.
     """
 
@@ -35,11 +35,11 @@ class Channel:
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
-        """Return the descriptor to select on, -1 once closed."""
+        """Return the descriptor for `select`; -1 if the channel is closed."""
         return self._sock.fileno()
 
     def send(self, message: Message, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Send one message; any thread may. The receiver gets duplicates of the descriptors."""
+        """Send one message, from any thread. The receiver gets duplicates of the descriptors."""
         body = dumps(message).encode()
         frame = _FRAME.pack(len(body), len(payload)) + body + payload
         try:
@@ -50,24 +50,24 @@ class Channel:
             raise ClosedError(str(error)) from error
 
     def receive(self) -> tuple[Message, bytes]:
-        """Block until one whole message is there, and return it with its payload."""
+        """Wait for a whole message, and return it with its payload."""
         while (message := next(self._parsed(), None)) is None:
             self._fill()
         return message
 
     def receive_ready(self) -> Iterator[tuple[Message, bytes]]:
-        """Read once, when a selector says that there is something, and yield every message that is complete."""
+        """Read once, after a selector reported data, and yield every complete message."""
         yield from self._parsed()
         self._fill()
         yield from self._parsed()
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Return the next ``count`` descriptors, in the order sent; the caller owns them."""
+        """Return the next ``count`` descriptors in the order in which they were sent. The caller must close them."""
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return taken
 
     def shut_down(self) -> None:
-        """End the connection, also if other processes hold copies of this end."""
+        """End the connection, even if other processes hold copies of this end."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

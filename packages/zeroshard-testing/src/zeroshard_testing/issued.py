@@ -1,7 +1,7 @@
-"""What ranks have issued, compared: pure functions over what each of them did in a test that passed on all of them.
+"""Compares the operations of all ranks: pure functions over the records of a test that passed on all of them.
 
-A collective that a member of its group leaves out, or issues otherwise, completes by luck or on some ranks only; a
-message that is never received is a hang with larger tensors.
+A collective that a member of its group leaves out, or issues differently, completes by luck or on some ranks only. A
+message that is never received hangs if its tensor is larger.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from zeroshard_testing.rank_state import (
 
 _SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 _LISTS = ("all_gather", "reduce_scatter")
-"""Collectives of which Python's record has the tensors of all ranks, and the flight recorder's this rank's own."""
+"""Collectives for which Python records the tensors of all ranks, and the flight recorder only this rank's."""
 _SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE), *_LISTS, "gather", "scatter")
-"""Collectives to which all ranks pass as many elements; for others only the dtype must be the same."""
+"""Collectives in which all ranks must pass equally many elements; in others only the dtype must be equal."""
 
 
 def find_mismatch(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> str | None:
-    """Return, as text, the first collective that ranks of a group have issued differently, None if there is none.
+    """Return the first collective that ranks of a group issued differently, as text; None if there is none.
 
-    From a collective that has failed on they may do so, unless that excuses nothing.
+    After a collective that failed, ranks may issue different ones, unless failures are no excuse.
     """
     for groups in _groups(states):
         for number in sorted({number for group in groups.values() for number in group.operations}):
@@ -46,9 +46,9 @@ def find_mismatch(states: Mapping[int, RankState], *, excuses_failures: bool = T
 
 
 def find_unequal_groups(states: Mapping[int, RankState]) -> str | None:
-    """Return, as text, a group of which ranks of one default group name other members, None if there is none.
+    """Return a group for which ranks of one default group name different members, as text; None if there is none.
 
-    `torch.distributed.new_group` numbers its calls, and ranks meet by that number.
+    `torch.distributed.new_group` numbers its calls, and ranks find each other by that number.
     """
     made = {rank: _numbered_groups(state) for rank, state in sorted(states.items())}
     world = {group_key("0", made)}
@@ -57,7 +57,7 @@ def find_unequal_groups(states: Mapping[int, RankState]) -> str | None:
     for (one, here), (other, there) in combinations(made.items(), 2):
         for number in sorted(here.keys() & there.keys(), key=int):
             ours, theirs = here[number] - there[number], there[number] - here[number]
-            # Groups of one rank meet nobody: each rank may call one its own.
+            # A group of one rank communicates with no other, so each rank may make one of this name.
             if ours and theirs and any(len(group_members(key)) > 1 for key in ours | theirs):
                 here_is, there_is = (group_label(min(keys), 0) for keys in (ours, theirs))
                 text = f"group {number!r} is {here_is} on rank {one}, and {there_is} on rank {other}"
@@ -66,7 +66,7 @@ def find_unequal_groups(states: Mapping[int, RankState]) -> str | None:
 
 
 def _numbered_groups(state: RankState) -> dict[str, set[str]]:
-    """Return the keys of the groups that a rank has begun to make, by name, unless torch has hashed that."""
+    """Return the keys of the groups that a rank has begun to make, by name, except for names that torch hashed."""
     found: dict[str, set[str]] = {}
     for key in (begun.rpartition(" ")[0] for begun in state.begun):
         found.setdefault(key.rpartition(":")[0], set()).add(key)
@@ -74,7 +74,7 @@ def _numbered_groups(state: RankState) -> dict[str, set[str]]:
 
 
 def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
-    """Whether ranks that have finished have issued different numbers of collectives, or perhaps different ones."""
+    """Return True if finished ranks issued different numbers of collectives, or may have issued different ones."""
     for groups in _whole_groups(states):
         found = {(group.issued, group.checksum) for group in groups.values()}
         if len(found) > 1 or found.pop()[1] is None:
@@ -83,7 +83,7 @@ def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
 
 
 def find_left_out(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> dict[int, str]:
-    """Return, as text by rank, where ranks that have all ended left collectives out; failures excuse, or nothing."""
+    """Return the collectives that ranks left out, as text by rank, once all have ended. Failures may be an excuse."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         most, group = max(groups.items(), key=lambda item: item[1].issued)
@@ -95,14 +95,14 @@ def find_left_out(states: Mapping[int, RankState], *, excuses_failures: bool = T
 
 
 def find_worlds_of_one(states: Mapping[int, RankState]) -> str | None:
-    """Return, as text, that each of several ranks that have all finished has made a world of its own alone."""
+    """Return a text if each of several finished ranks made a default group of its own alone; None otherwise."""
     alone = [state.begun.keys() == {f"{WORLD_OF_ONE} 0"} and not state.groups for state in states.values()]
     is_found = len(alone) > 1 and all(alone)
     return f"each of {len(states)} ranks made a default group of itself alone" if is_found else None
 
 
 def find_crossed(states: Mapping[int, RankState]) -> str | None:
-    """Return, as text, where two ranks issue collectives of groups that they share in another order."""
+    """Return where two ranks issue collectives of shared groups in different orders, as text."""
     for one, other in combinations(sorted(states), 2):
         here, there = _serials(states[one]), _serials(states[other])
         known = here.keys() & there.keys()
@@ -126,7 +126,7 @@ def _serials(state: RankState) -> dict[tuple[str, int], int]:
 
 
 def find_unmatched_messages(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, as text by rank, which messages of ranks that have all finished have no other end."""
+    """Return the messages of finished ranks that have no other end, as text by rank."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         if not any(group.messages_failed for group in groups.values()):
@@ -136,20 +136,20 @@ def find_unmatched_messages(states: Mapping[int, RankState]) -> dict[int, str]:
 
 
 def find_other_tensors(states: Mapping[int, RankState]) -> str | None:
-    """Return, as text, the first message that is received as another dtype or size, None if there is none."""
+    """Return the first message that is received with another dtype or size, as text; None if there is none."""
     found = (f"{text} in {groups[rank].label}" for groups in _groups(states) for rank, text in _unlike_in(groups))
     return next(found, None)
 
 
 def differ(one: Operation, other: Operation) -> bool:
-    """Whether two ranks have issued collectives that do not belong together."""
+    """Return True if two ranks issued collectives that do not match."""
     same_kind = one.name == other.name or (one.from_python != other.from_python and _alike(one.name, other.name))
     other_root = one.root != other.root and min(one.root, other.root) >= 0
     other_reduce_op = one.reduce_op != other.reduce_op and one.reduce_op and other.reduce_op
     if not same_kind or other_root or other_reduce_op:
         return True
     if one.from_python != other.from_python and "complex" in one.tensors + other.tensors:
-        # C++ has them as pairs of real numbers.
+        # C++ records complex numbers as pairs of real numbers.
         return False
     if not one.amounts or not other.amounts:
         return False
@@ -161,7 +161,7 @@ def differ(one: Operation, other: Operation) -> bool:
 
 
 def _other_strides(one: Operation, other: Operation) -> bool:
-    """Whether tensors of one shape lie otherwise in memory, where torch sends that as it is; lists it copies."""
+    """Return True if tensors of one shape differ in layout and torch sends memory as it is. torch copies lists."""
     if one.name in _LISTS or not (one.from_python and other.from_python):
         return False
     pairs = zip(one.layouts, other.layouts, strict=False)
@@ -169,7 +169,7 @@ def _other_strides(one: Operation, other: Operation) -> bool:
 
 
 def name_of(group: GroupState, number: int) -> str:
-    """Return what to call a collective of a group."""
+    """Return the name of a collective of a group for reports."""
     operation = group.operations.get(number)
     if operation is None:
         return f"collective #{number} of {group.label}"
@@ -178,29 +178,29 @@ def name_of(group: GroupState, number: int) -> str:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether one may be what gloo runs for the other: its recorder knows an all_gather_into_tensor as all_gather."""
+    """Return True if gloo may run one for the other: it records an all_gather_into_tensor as all_gather."""
     shorter, longer = sorted((one.lstrip("_"), other.lstrip("_")), key=len)
     return longer.startswith(shorter) or (shorter == "all_reduce" and longer.startswith("reduce_scatter"))
 
 
 def _groups(states: Mapping[int, RankState]) -> Iterator[dict[int, GroupState]]:
-    """Yield, for each group, what its members did there, in the order of the ranks."""
+    """Yield, for each group, the records of its members, in the order of the ranks."""
     for key in dict.fromkeys(key for _, state in sorted(states.items()) for key in state.groups):
         yield {rank: state.groups[key] for rank, state in sorted(states.items()) if key in state.groups}
 
 
 def _whole_groups(states: Mapping[int, RankState]) -> Iterator[dict[int, GroupState]]:
-    """Yield the groups of which all members are known."""
+    """Yield the groups with records of all members."""
     return (groups for groups in _groups(states) if len(groups) == len(groups[min(groups)].members))
 
 
 def _may_have_failed(groups: Mapping[int, GroupState], number: int) -> bool:
-    """Whether a collective, or one before it, has ended with an exception on some rank, as a test may expect."""
+    """Return True if a collective, or an earlier one, raised on a rank, which a test may expect."""
     return any(0 < group.failed <= number for group in groups.values())
 
 
 def _unmatched_in(groups: Mapping[int, GroupState]) -> Iterator[tuple[int, str]]:
-    """Yield ranks of a group, and what of their messages has no other end."""
+    """Yield ranks of a group, and their messages that have no other end."""
     for receiver, group in groups.items():
         sent_here = {key for other in groups.values() for key in other.messages if key.startswith(f"send {receiver} ")}
         received_here = {key for key in group.messages if key.startswith("recv")}
@@ -227,7 +227,7 @@ def _count(number: int) -> str:
 
 
 def _unlike_in(groups: Mapping[int, GroupState]) -> Iterator[tuple[int, str]]:
-    """Yield ranks of a group, and which messages they receive as another dtype or size than was sent."""
+    """Yield ranks of a group, and the messages that they receive with another dtype or size than was sent."""
     for (receiver, group), (sender, peer) in permutations(groups.items(), 2):
         for key, received in group.messages.items():
             tag = key.split()[2]

@@ -1,4 +1,4 @@
-"""Worker processes as the controller holds them, and the process that starts them."""
+"""The controller's handles of worker processes, and of the process that starts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO
 
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 
-# Seconds until a process that is not ready is an error; the first one loads torch, perhaps from a cold disk.
+# Seconds in which a process must be ready; the first one loads torch, perhaps from a cold disk.
 _BOOT_TIMEOUT = 120.0
 # Seconds until a worker that does not take its message counts as gone.
 _SEND_TIMEOUT = 60.0
@@ -27,15 +27,15 @@ _EXIT_TIMEOUT = 10.0
 
 
 class LaunchError(RuntimeError):
-    """The worker processes cannot be started; the text shows what the failing process wrote."""
+    """Raised if the worker processes cannot be started. The text shows the output of the failing process."""
 
 
 @dataclass
 class Child:
-    """A worker process and the files that it writes to. Only its launcher changes the handle.
+    """A worker process and the files to which it writes. Only its launcher changes the handle.
 
-    A launcher never uses an ``identity`` twice. ``status``, negative for a signal, is None while the process runs;
-    ``ready`` is what it reported when it was ready, empty before.
+    A launcher never uses an ``identity`` twice. ``status`` is None while the process runs, and negative for a signal;
+    ``ready`` is the report of the process when it became ready, and empty before.
     """
 
     identity: int
@@ -48,12 +48,12 @@ class Child:
     ready: Message = field(default_factory=dict)
 
     def output(self) -> list[tuple[str, str]]:
-        """Return what it has written since `forget_output`, by stream, without streams that it has not used."""
+        """Return its output since `forget_output`, by stream, without unused streams."""
         written = {"stdout": text_of(self.stdout), "stderr": text_of(self.stderr)}
         return [(stream, text) for stream, text in written.items() if text]
 
     def forget_output(self) -> None:
-        """Empty its files, before a test."""
+        """Empty its files. Called before a test."""
         for file in (self.stdout, self.stderr, self.stacks):
             os.ftruncate(file.fileno(), 0)
 
@@ -66,8 +66,8 @@ class Child:
 class Launcher:
     """Starts and ends worker processes, through a server that boots in the background. For the main thread only.
 
-    ``description`` is made by `zeroshard_testing.rank_pytest`. With ``forks`` the server loads torch once, and workers
-    are forked from it; else each of them loads it for itself. With ``inherit_output`` workers write to the controller's
+    `zeroshard_testing.rank_pytest` makes ``description``. With ``forks`` the server loads torch once and forks workers;
+    without it each worker loads torch itself. With ``inherit_output`` workers write to the controller's
     own standard output and error, uncaptured.
     """
 
@@ -79,7 +79,7 @@ class Launcher:
         self._log = _new_file()
         self._channel, theirs = _new_channel()
         self.news: Sequence[Channel] = [self._channel]
-        """Becomes readable when there is news of the processes."""
+        """The channel, which becomes readable when a process changes its status."""
         with theirs:
             self._process = subprocess.Popen(
                 command("zeroshard_testing.forkserver", theirs.fileno(), description, forks),
@@ -88,12 +88,12 @@ class Launcher:
                 stdout=self._log,
                 stderr=self._log,
                 env=environment,
-                # Ctrl-C is the controller's; what it starts ends when it says so.
+                # Only the controller handles Ctrl-C, and then ends its processes.
                 start_new_session=True,
             )
 
     def start(self, request: Message) -> Child:
-        """Start a process, which comes up in the background; ``request`` is for `worker.run_child`."""
+        """Start a process in the background; ``request`` is the argument of `worker.run_child`."""
         channel, theirs = _new_channel()
         child = Child(self._started, channel, _new_file(), _new_file(), _new_file())
         self._started += 1
@@ -108,23 +108,23 @@ class Launcher:
         return child
 
     def kill(self, child: Child) -> None:
-        """End a process and all that it has started, now. Its handle must not be used any more."""
+        """End a process and its children at once. Its handle must not be used afterwards."""
         child.close()
         if self._children.pop(child.identity, None) is not None and child.status is None:
             with suppress(ClosedError):
                 self._channel.send({"op": "kill", "id": child.identity})
 
     def close(self) -> None:
-        """End everything that was started, and wait until it is gone. Safe to call repeatedly."""
+        """End all processes that were started, and wait until they are gone. Safe to call repeatedly."""
         if self._log.closed:
             return
         for child in list(self._children.values()):
             self.kill(child)
-        # What a test has forked from this process may hold a copy of the socket.
+        # Processes that a test forked from this one may hold copies of the socket.
         self._channel.shut_down()
         self._channel.close()
         try:
-            # A server that is still importing has no children, and nothing to say goodbye to.
+            # A server that is still importing has no children to end.
             self._process.wait(_EXIT_TIMEOUT if self._up else 0)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -132,7 +132,7 @@ class Launcher:
         self._log.close()
 
     def await_ready(self, children: Sequence[Child]) -> None:
-        """Wait until every child has reported that it is ready. Raises LaunchError if one ends or stays silent."""
+        """Wait until every child has reported that it is ready. Raises LaunchError if one ends or does not report."""
         deadline = time.monotonic() + _BOOT_TIMEOUT
         while waiting := {child.channel: child for child in children if not child.ready}:
             left = deadline - time.monotonic()
@@ -164,7 +164,7 @@ class Launcher:
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """Return what starts an interpreter that finds modules as this one does, and calls ``main`` of one of them."""
+    """Return the command of an interpreter that finds modules as this one does, and calls ``main`` of a module."""
     program = (
         "import importlib, json, sys; sys.path[:], module, arguments = json.loads(sys.argv[1]); "
         "importlib.import_module(module).main(*arguments)"
@@ -173,9 +173,9 @@ def command(module: str, *arguments: object) -> list[str]:
 
 
 def _new_file() -> IO[bytes]:
-    """Open an unbuffered file that a process writes to at its end, so that it can be emptied meanwhile.
+    """Open an unbuffered file in append mode, so that it can be emptied while a process writes to it.
 
-    It has no name: nothing is left if this process is killed.
+    It has no name, so that nothing is left if this process is killed.
     """
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the process
     fcntl.fcntl(file.fileno(), fcntl.F_SETFL, fcntl.fcntl(file.fileno(), fcntl.F_GETFL) | os.O_APPEND)
@@ -192,7 +192,7 @@ def _new_channel() -> tuple[Channel, socket.socket]:
 def ask(
     children: Mapping[int, Child], question: Message, is_answer: Callable[[Message], bool], timeout: float
 ) -> dict[int, Message]:
-    """Return by key what children that are ready answer within ``timeout`` seconds; drop what else they send."""
+    """Return the answers of ready children within ``timeout`` seconds, by key. Other messages are dropped."""
     waiting = {}
     for key, child in children.items():
         with suppress(ClosedError):
@@ -213,7 +213,7 @@ def ask(
 
 
 def readable_channels(channels: Iterable[Channel], timeout: float) -> list[Channel]:
-    """Wait up to ``timeout`` seconds until some of several channels can be read, and return those."""
+    """Wait up to ``timeout`` seconds until channels can be read, and return these channels."""
     with selectors.DefaultSelector() as selector:
         for channel in channels:
             selector.register(channel, selectors.EVENT_READ, channel)
@@ -221,13 +221,13 @@ def readable_channels(channels: Iterable[Channel], timeout: float) -> list[Chann
 
 
 def text_of(file: IO[bytes]) -> str:
-    """Return what a child has written to one of its files so far."""
+    """Return the content of one of a child's files."""
     file.seek(0)
     return file.read().decode(errors="replace")
 
 
 def kill_group(pid: int) -> None:
-    """End a process that leads its group, and the processes that it has started and not ended."""
+    """End a process that leads its group, and its children that still run."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

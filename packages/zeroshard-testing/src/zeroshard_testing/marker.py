@@ -1,4 +1,4 @@
-"""From a ``ranks`` marker to tests, one for each world size and backend, and fixtures for marked tests alone."""
+"""Makes tests from a ``ranks`` marker, one for each world size and backend, and fixtures for marked tests alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _made: set[Callable[..., Any]] = set()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each world size and backend that the nearest marker names; CollectError if it cannot be read."""
+    """Make a test of each world size and backend that the nearest marker names; CollectError if it is invalid."""
     specs = _marked_specs(metafunc.definition)
     if specs:
         metafunc.fixturenames.append(SPEC_FIXTURE)
@@ -28,20 +28,20 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def spec_of(item: pytest.Item) -> RanksSpec | None:
-    """Return how a collected test is to run on ranks, None if it is not marked."""
+    """Return the spec of a collected test that runs on ranks; None if it is not marked."""
     call_spec = getattr(item, "callspec", None)
     return None if call_spec is None else call_spec.params.get(SPEC_FIXTURE)
 
 
 def place_of(node: Any) -> str:  # noqa: ANN401 - a node of pytest, whose base class is not exported
-    """Return what names a node alike in every process, as its id does not where a file is outside the root folder."""
+    """Return a name of a node that is equal in every process. Its id is not, if a file is outside the root folder."""
     below = dropwhile(lambda one: not isinstance(one, pytest.File), node.listchain())
     return "::".join([str(node.path), *[one.name for one in below][1:]])
 
 
 def _marked_specs(definition: pytest.Item) -> list[RanksSpec]:
     marks = list(definition.iter_markers_with_node("ranks"))
-    # Markers of one node add up; a nearer node's replace those of the farther ones.
+    # Markers of one node add up; markers of a nearer node replace those of other nodes.
     nearest = [mark for node, mark in marks if node is marks[0][0]]
     try:
         specs = [spec for mark in reversed(nearest) for spec in parse_marker(mark.args, mark.kwargs)]
@@ -53,11 +53,11 @@ def _marked_specs(definition: pytest.Item) -> list[RanksSpec]:
 def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> Any:  # noqa: ANN401 - as pytest.fixture
     """Make a fixture for tests marked with ``ranks``: `pytest.fixture`, which every rank sets up for itself.
 
-    All fixtures of a rank test run on its ranks. One that is made with this may use ``rank``, ``process_group`` and
-    ``device`` even if it is ``autouse``: it does not run for tests that are not marked.
+    All fixtures of a rank test run on its ranks. A fixture made with this decorator may use ``rank``,
+    ``process_group`` and ``device`` even if it is ``autouse``, because it does not run for tests without the marker.
 
     Args:
-        function: What to make a fixture of: a function or a method, with ``return`` or ``yield``.
+        function: The function or method of the fixture, with ``return`` or ``yield``.
         **options: ``scope``, ``params``, ``autouse``, ``ids`` and ``name``, as for `pytest.fixture`. A scope wider than
             ``"function"`` lives until pytest would end it, and outlives the process group, which is each test's own.
 
@@ -71,13 +71,13 @@ def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> 
 
 
 def leave_out_rank_fixtures(item: Any) -> None:  # noqa: ANN401 - an item that has fixtures, a function or a doctest
-    """Take rank fixtures that are ``autouse`` away from a test that does not run on ranks; others fail by name."""
+    """Remove ``autouse`` rank fixtures from a test that does not run on ranks. Any other rank fixture raises."""
     info = item._fixtureinfo
     asked_for = {*info.argnames, *(name for mark in item.iter_markers("usefixtures") for name in mark.args)}
     found = {name: info.name2fixturedefs.get(name) for name in info.names_closure if name not in asked_for}
     functions = {name: known[-1].func for name, known in found.items() if known}
     automatic = [name for name, one in functions.items() if getattr(one, "__func__", one) in _made]
     if automatic:
-        # What they would have asked for is set up only if something else asks for it.
+        # Fixtures that they request are set up only if another one requests them.
         left_out = {*automatic, *RANK_FIXTURES} - asked_for
         info.names_closure[:] = [name for name in info.names_closure if name not in left_out]

@@ -1,4 +1,4 @@
-"""Watches one test on its workers until there is an outcome for every rank, whatever the ranks do."""
+"""Watches one test on its workers until every rank has an outcome, whatever the ranks do."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.snapshots import Snapshots
 from zeroshard_testing.stacks import readable_stacks
 
-# After the first failure the others have this long, in seconds, to come to an outcome of their own: of processor time
-# while they compute, which they may have to share with other programs, and up to so many seconds in all.
+# Seconds in which the other ranks may reach an outcome of their own after the first failure: processor time while they
+# compute, because they may share processors with other programs, and the limit of seconds in total.
 _GRACE = 0.5
 _LONGEST_GRACE = 10.0
-# How often to look whether they still compute, in seconds.
+# Interval in seconds of the checks whether ranks compute.
 _LOOK = 0.1
-# After a death less: whatever the others have to say, it is not the cause.
+# Shorter after a death, because the outcomes of other ranks are not the cause.
 _GRACE_AFTER_DEATH = 0.04
 _IMPORT_TIMEOUT = 300.0
-# How long the status of a worker whose channel has ended may take to be known, in seconds.
+# Seconds in which the status of a worker whose channel has ended must be known.
 _STATUS_TIMEOUT = 2.0
 
 
 class Monitor:
-    """The life of one test, from when it is sent to ``workers``, by slot, to the last outcome.
+    """Watches one test from its start on ``workers``, by slot, to the last outcome.
 
-    Reports of other runs than ``run`` are ignored. The time that imports take does not count towards ``timeout``.
+    Ignores reports of other runs than ``run``. The time of imports does not count towards ``timeout``.
     """
 
     def __init__(
         self, launcher: Launcher, workers: Sequence[Child], run: int, timeout: float, checks_off: frozenset[str]
     ) -> None:
         self.returned: dict[int, bytes] = {}
-        """What a call has returned, by slot."""
+        """The results of a call, by slot."""
         self.held: set[str] = set()
-        """Ids of the nodes whose fixtures are set up on some rank after the test."""
+        """Ids of the nodes whose fixtures are set up on a rank after the test."""
         self.loaded: dict[str, None] = {}
-        """Modules that a test which failed has loaded on some rank."""
+        """Modules that a failed test loaded on a rank."""
         self._checks_off = checks_off
         self._launcher = launcher
         self._workers = workers
@@ -61,12 +61,12 @@ class Monitor:
         self._failed_at = self._grace_ends = math.inf
         self._ran: set[int] = set()
         self._used: dict[int, float] = {}
-        """The processor time of each rank without an outcome at the first failure."""
+        """The processor time at the first failure of each rank without an outcome then."""
         self._snapshots = Snapshots(workers, run)
 
     def outcomes(self) -> list[Outcome]:
         """Wait until every rank has reported, died, or been given up, and return an outcome for every slot."""
-        # A rank whose channel has ended is accounted for when its status is known; one that its own fault has stopped
+        # A rank whose channel has ended gets its outcome when its status is known; one that its own fault has stopped
         # for good, when all others have an outcome.
         while self._ended or any(self._faulted.get(slot) != "stop" for slot in self._out()):
             now = time.monotonic()
@@ -95,14 +95,14 @@ class Monitor:
         return [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
 
     def _end(self) -> float:
-        """The moment at which the ranks that are still out are given up, or the loop must look again."""
-        # The status of a dead rank is worth a wait of its own.
+        """Return when the ranks without an outcome are given up, or the loop must look again."""
+        # Wait separately for the status of a dead rank.
         statuses = max(self._ended.values(), default=-math.inf) + _STATUS_TIMEOUT
         deadline = self._imports_began + _IMPORT_TIMEOUT if self._importing else self._deadline
         return max(min(deadline, self._grace_ends), statuses)
 
     def _read(self, slot: int) -> None:
-        """Take what a worker has sent."""
+        """Handle a message of a worker."""
         channel = self._workers[slot].channel
         try:
             for message, payload in channel.receive_ready():
@@ -115,7 +115,7 @@ class Monitor:
             self._note_import(slot, is_importing=False)
 
     def _drain(self, slot: int) -> None:
-        """Take what a worker has sent so far. The channel may stay open: a process that the test started has a copy."""
+        """Handle the messages of a worker so far. The channel may stay open in a process that the test started."""
         channel = self._workers[slot].channel
         while channel in self._open and readable_channels([channel], 0):
             self._read(slot)
@@ -149,7 +149,7 @@ class Monitor:
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
-        # Whether a failure is the expected one is known when all have ended.
+        # Only after all ranks have ended it is known whether a failure is the expected one.
         if not outcome.is_clean and outcome.kind != kinds.XFAILED:
             is_death, now = outcome.kind == kinds.DIED, time.monotonic()
             self._grace_ends = min(self._grace_ends, now + (_GRACE_AFTER_DEATH if is_death else _GRACE))
@@ -162,13 +162,13 @@ class Monitor:
                 self._ran = {other for other in self._used if is_running(self._workers[other].pid)}
 
     def _computes(self, now: float) -> bool:
-        """Whether a rank without an outcome is computing, and has had less than its grace for that."""
+        """Return True if a rank without an outcome computes, and has used less than its time for that."""
         if self._ended or now >= min(self._deadline, self._failed_at + _LONGEST_GRACE):
             return False
         used = {slot: processor_time(self._workers[slot].pid) for slot in self._out() if slot in self._used}
         left = [slot for slot, seconds in used.items() if seconds is not None and seconds - self._used[slot] < _GRACE]
         ran, self._ran = self._ran, {slot for slot in left if is_running(self._workers[slot].pid)}
-        # A single look may fall between two computations.
+        # A single check may fall between two computations.
         return not self._ran.union(ran).isdisjoint(left)
 
     def _notice_deaths(self) -> None:
@@ -196,7 +196,7 @@ class Monitor:
         self._settle(slot, Outcome(kinds.DIED, summary, "\n\n".join(filter(None, stacks))))
 
     def _notice_deadlock(self) -> None:
-        """Settle the ranks that are still out if it is proven that they wait for ever."""
+        """Set the outcomes of the remaining ranks if it is proven that they wait forever."""
         reasons = self._snapshots.deadlock
         if not reasons or self._ended or "deadlock" in self._checks_off:
             return
@@ -209,14 +209,14 @@ class Monitor:
             self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail)
 
     def _notice_unmatched(self) -> None:
-        """Turn a pass into a failure where a rank has left a collective or a message to the others."""
+        """Replace a pass by a failure on ranks that left out a collective or a message."""
         if any(outcome.kind not in (kinds.PASSED, kinds.XPASSED) for outcome in self._outcomes.values()):
             return
         for slot, text in self._snapshots.unmatched(self._checks_off).items():
             self._outcomes[slot] = Outcome(kinds.FAILED, text)
 
     def _explain_failures(self) -> None:
-        """Say of ranks that C++ has aborted, and beside what ranks have raised, in what they had met something else."""
+        """Add to outcomes of aborted and failed ranks the operation in which ranks differed."""
         aborted = [slot for slot, child in enumerate(self._workers) if child.status == -signal.SIGABRT]
         failed = [slot for slot, outcome in self._outcomes.items() if outcome.kind == kinds.FAILED]
         raised = [] if "collectives" in self._checks_off else failed
@@ -236,7 +236,7 @@ class Monitor:
                 )
 
     def _give_up(self) -> None:
-        """Settle the ranks that are still out, with their Python stacks."""
+        """Set the outcomes of the remaining ranks, with their Python stacks."""
         for slot in list(self._ended):
             self._ended.pop(slot)
             self._die(slot, "closed its control channel; its process did not end")
@@ -257,7 +257,7 @@ class Monitor:
             self._outcomes[slot] = Outcome(kind, summary, seen.get(slot, ""))
 
     def _notice_ends(self, slots: Sequence[int]) -> None:
-        """Take in what became of ranks while they were asked for their stacks: one that has ended was not stopped."""
+        """Handle reports that arrived while ranks were asked for stacks: a rank that ended was not stopped."""
         for slot in slots:
             self._drain(slot)
         deadline = time.monotonic() + _STATUS_TIMEOUT
@@ -270,19 +270,19 @@ class Monitor:
 
 
 def processor_time(pid: int | None) -> float | None:
-    """Return how many seconds a process has computed; None if this cannot be told."""
+    """Return the processor time of a process in seconds; None if it is unknown."""
     fields = _status_fields(pid)
     return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_running(pid: int | None) -> bool:
-    """Whether the main thread of a process computes, would if a processor were free, or reads a file."""
+    """Return True if the main thread of a process computes, waits for a processor, or reads a file."""
     fields = _status_fields(pid)
     return fields is not None and fields[0] in "RD"
 
 
 def _status_fields(pid: int | None) -> list[str] | None:
-    """The fields of /proc/<pid>/stat from the state on; None where there is no such file."""
+    """Return the fields of /proc/<pid>/stat from the state on; None if there is no such file."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -290,7 +290,7 @@ def _status_fields(pid: int | None) -> list[str] | None:
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended, by its exit status, which is negative for a signal."""
+    """Describe how a process ended, given its exit status, which is negative for a signal."""
     if status >= 0:
         return f"exited with status {status}"
     names = {number.value: number.name for number in signal.Signals}

@@ -1,4 +1,4 @@
-"""How a test ended on one rank."""
+"""The outcome of a test on one rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-# By a rank's own report; it has xpassed where a failure was expected, but not strictly.
+# Reported by the rank. `xpassed`: a failure was expected, but not strictly.
 PASSED = "passed"
 FAILED = "failed"
 SKIPPED = "skipped"
 XFAILED = "xfailed"
 XPASSED = "xpassed"
-# Without one; it was stopped by the controller, after another rank had failed.
+# Without a report. `stopped`: the controller stopped the rank after another rank had failed.
 DIED = "died"
 STOPPED = "stopped"
 DEADLOCKED = "deadlocked"
 TIMED_OUT = "timed out"
-# The test's own fault has ended or stopped it.
+# A fault of the test has ended or stopped the rank.
 FAULTED = "faulted"
 
 _ECHOES = re.compile(
@@ -30,7 +30,7 @@ _ECHOES = re.compile(
 
 
 def is_echo(text: str) -> bool:
-    """Whether an exception's text is what a rank says when its peer has gone: a consequence, told after causes."""
+    """Return True if the text of an exception reports a lost peer. That is a consequence, shown after causes."""
     return _ECHOES.search(text) is not None
 
 
@@ -41,9 +41,9 @@ class Outcome:
     ``summary`` is one line: the exception, the reason of a skip, how the process ended. ``detail`` is the traceback, or
     the Python stacks of a rank that was stopped, ``moment`` seconds on the machine's monotonic clock, to tell what came
     first. ``path`` and ``line`` (1-based) say where it was raised, empty and 0 if unknown. ``warnings`` are category,
-    text, file and line of each, ``sections`` what pytest shows beside a report, to which the controller adds
-    standard output and error, ``properties`` what ``record_property`` was given. An expected failure is one
-    ``by_mark``, or by a call of `pytest.xfail`.
+    text, file and line of each, ``sections`` the sections of pytest's report, to which the controller adds standard
+    output and error, ``properties`` the values of ``record_property``. A failure is expected ``by_mark``, or by a call
+    of `pytest.xfail`.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def predicate(self) -> str:
-        """What to say of the ranks that ended so, as in ``"was killed by SIGKILL"``."""
+        """The predicate for ranks with this outcome, such as ``"was killed by SIGKILL"``."""
         if self.kind == FAILED and not self.summary.startswith(
             ("called ", "returned without", "left ", "passed, but ", "passed although")
         ):
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the rank came to an end of its own after which other ranks may go on for as long as they like."""
+        """True if the rank ended by itself, and other ranks may continue for any time."""
         return self.kind in (PASSED, SKIPPED, XPASSED, FAULTED)
 
     def to_message(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Outcome:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Outcome:
-        """Read what `to_message` made, ignoring other keys."""
+        """Make an outcome from the result of `to_message`, ignoring other keys."""
         values = {one.name: message[one.name] for one in fields(cls)}
         for name in ("warnings", "sections", "properties"):
             values[name] = tuple(tuple(one) for one in values[name])
@@ -85,5 +85,5 @@ class Outcome:
 
 
 def printable(text: str) -> str:
-    """Return a text that any file or terminal takes, with lone surrogates escaped."""
+    """Return a text for any file or terminal, with lone surrogates escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

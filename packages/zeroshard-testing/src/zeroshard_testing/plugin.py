@@ -1,4 +1,4 @@
-"""The pytest plugin: options, the ``ranks`` marker, and what stands in for rank fixtures where there are no ranks."""
+"""The pytest plugin: options, the ``ranks`` marker, and replacements of rank fixtures in tests without ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-# Not exported by pytest, and what pytest-xdist can carry from a worker to its controller with the cause.
+# Private to pytest. pytest-xdist can send it, with the cause, from a worker to its controller.
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
 from zeroshard_testing.marker import RANK_FIXTURES, leave_out_rank_fixtures, parametrize, spec_of
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if backends.get(item) == chosen]
     for item in items:
         if item not in backends and hasattr(item, "_fixtureinfo"):
-            # Again: for doctests, and because pytest has put them back where a test has parameters.
+            # Done again for doctests, and because pytest restores the fixtures of tests with parameters.
             leave_out_rank_fixtures(item)
 
 
@@ -80,12 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ranks' failures in place of the controller's own traceback."""
+    """Show the failures of the ranks in place of the traceback of the controller."""
     report = yield
     failure = None if call.excinfo is None else call.excinfo.value
     if isinstance(failure, RanksFailure):
         if spec_of(item) and hasattr(report, "wasxfail"):
-            # A rank's pytest has judged its own failure already; a death or a timeout is never an expected one.
+            # The pytest of each rank has handled expected failures; a death or a timeout is never expected.
             report.outcome = "failed"
             del report.wasxfail
         if report.outcome == "failed":
@@ -101,7 +101,7 @@ def _refused(name: str) -> Any:  # noqa: ANN401 - pytest's fixture object, whose
         pytest.fail(f"the test asks for a rank's fixture, {name!r}: mark it with @pytest.mark.ranks(2)", False)
 
     fixture.__doc__ = f"{name} of the rank, in tests marked with ranks."
-    # So that fixtures of all scopes may ask for it.
+    # Fixtures of all scopes may request it.
     return pytest.fixture(fixture, name=name, scope="session")
 
 

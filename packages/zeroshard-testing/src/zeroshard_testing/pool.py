@@ -1,4 +1,4 @@
-"""The warm pool: persistent workers, each bound to its rank, that tests are handed to."""
+"""The warm pool: persistent workers, each bound to its rank, which run the tests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zeroshard_testing.spec import OPTIONAL_CHECKS, RanksSpec
 from zeroshard_testing.stacks import readable_stacks
 
 _PATIENCE = 30.0
-"""Seconds that workers between tests may take to tear down fixtures, and to end."""
+"""Seconds in which workers between tests must tear down fixtures, and end."""
 
 
 @dataclass
 class Crew:
-    """The workers for one number of ranks and backend: each of them has run the same tests before, as the same rank."""
+    """The workers for one number of ranks and backend. All of them have run the same tests, each as the same rank."""
 
     workers: list[Child]
     last_test: str = ""
@@ -33,10 +33,10 @@ class Crew:
 
 
 class Pool:
-    """Workers that outlive tests: a crew for each number of ranks and backend asked for.
+    """Keeps workers alive between tests: a crew for each number of ranks and backend that a test needs.
 
-    Only the controller's main thread may call it. It closes its launcher, and adds to ``late_deaths``, in words, which
-    workers have died after their last test had its verdict. Each worker has a folder in ``temporary``.
+    Only the controller's main thread may call it. It closes its launcher. If a worker dies after its last test had a
+    verdict, it adds a text to ``late_deaths``. Each worker has a folder in ``temporary``.
     """
 
     def __init__(self, launcher: Launcher, temporary: Path, coverage: Message | None, late_deaths: list[str]) -> None:
@@ -59,8 +59,8 @@ class Pool:
     ) -> tuple[dict[int, Outcome], dict[int, bytes]]:
         """Run a test, or the call in ``payload``, on its ranks, and return its outcomes and what a call returned there.
 
-        ``message`` is the part of the request that is the same for all ranks; see `zeroshard_testing.execution`. After
-        anything but passes and skips the workers are being replaced. Raises LaunchError if they cannot be started.
+        ``message`` is the part of the request that is the same for all ranks; see `zeroshard_testing.execution`. Unless
+        all ranks pass or skip, the workers are replaced. Raises LaunchError if workers cannot be started.
         """
         crew = self._ready_crew(spec)
         self._runs += 1
@@ -82,7 +82,7 @@ class Pool:
             if is_clean and not is_reusable and self._coverage is not None:
                 self._ask(crew.workers, {"op": "finish"})
         finally:
-            # Also after Ctrl-C: a worker in the midst of a test is of no use to the next one.
+            # Also after Ctrl-C, because a worker in the middle of a test cannot run the next one.
             if not is_reusable:
                 self._discard(spec.test_id)
         if not is_reusable:
@@ -94,7 +94,7 @@ class Pool:
         return outcomes, {spec.ranks[slot]: data for slot, data in monitor.returned.items()}
 
     def tear_down(self, keep: Sequence[str]) -> list[str]:
-        """Tear down fixtures of other nodes than ``keep`` on workers between tests, and say what went wrong."""
+        """Tear down fixtures of other nodes than ``keep`` on workers between tests, and return the errors as text."""
         crews = [crew for crew in self._crews.values() if not crew.held <= set(keep)]
         return [error for crew in crews for error in self._tear_down(crew, keep)]
 
@@ -109,7 +109,7 @@ class Pool:
         return [f"rank {slot}, {title}:\n{error}" for slot, error in sorted(errors.items()) if error]
 
     def finish(self) -> None:
-        """Tear down everything, let every worker come to its end, and note those that had died before."""
+        """Tear down all fixtures, wait until every worker ends, and record workers that had died before."""
         self._late_deaths += self.tear_down(())
         self._launcher.take_news()
         for key, crew in list(self._crews.items()):
@@ -128,10 +128,10 @@ class Pool:
         self._launcher.close()
 
     def _ready_crew(self, spec: RanksSpec) -> Crew:
-        """Return workers that are alive and ready, one for each process that the spec needs."""
+        """Return live and ready workers, one for each process that the spec needs."""
         self._launcher.take_news()
         if self._store is not None and self._store.status is not None:
-            # A worker that is connected to a store that is gone cannot make another group.
+            # A worker whose store is gone cannot make another group.
             self._launcher.kill(self._store)
             self._store = None
             for key in list(self._crews):
@@ -157,12 +157,12 @@ class Pool:
                 self._late_deaths.append(f"{death} had passed on it, between tests\n{stacks}".rstrip())
 
     def _ask(self, children: Sequence[Child], question: Message, patience: float = _PATIENCE) -> dict[int, Message]:
-        """Return what processes between tests answer, by slot; what belongs to an earlier test names its run."""
+        """Return the answers of processes between tests, by slot. Messages of an earlier test name its run."""
         there = {slot: child for slot, child in enumerate(children) if child.status is None and child.ready}
         return ask(there, question, lambda message: "run" not in message, patience)
 
     def ask_store(self, question: Message, patience: float = _PATIENCE) -> Message:
-        """Return what the store's process answers, the only one that touches CUDA; LaunchError if it is silent."""
+        """Return the answer of the store's process, the only one that uses CUDA; LaunchError if there is none."""
         answers = self._ask([self._ready_store()], question, patience)
         if not answers:
             raise LaunchError(f"the process that hosts the store does not answer within {patience:g} s")
@@ -171,7 +171,7 @@ class Pool:
     def _ready_store(self) -> Child:
         if self._store is None:
             self._store = self._launcher.start({"kind": "store"})
-        # Again, if what waited for it before was interrupted.
+        # Sent again if the previous wait was interrupted.
         self._launcher.await_ready([self._store])
         return self._store
 
@@ -192,7 +192,7 @@ class Pool:
 
     def _send(self, spec: RanksSpec, message: Mapping[str, object], payload: bytes, crew: Crew) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            # Free at this moment.
+            # The port is free at this moment.
             port = listener.getsockname()[1]
         shared_group = f"{message['path']} on worker {crew.workers[0].identity}"
         request = {
@@ -209,6 +209,6 @@ class Pool:
         }
         for rank, child in zip(spec.ranks, crew.workers, strict=True):
             child.forget_output()
-            # A worker that has died in the meantime is noticed by the monitor.
+            # The monitor notices a worker that has died meanwhile.
             with suppress(ClosedError):
                 child.channel.send({**request, "rank": rank}, payload)

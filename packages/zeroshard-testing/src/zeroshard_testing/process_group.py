@@ -1,4 +1,4 @@
-"""The process group of a rank, from one test to the next. Runs in workers only."""
+"""Makes and destroys the process group of a rank for each test. Runs in workers only."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from zeroshard_testing._torch_private import count_groups_anew, fake_store, proc
 from zeroshard_testing.ipc import Message
 from zeroshard_testing.stacks import OWN_THREADS
 
-# Gloo needs about 20 ms to close the connections of a group, most of it asleep.
+# Gloo takes about 20 ms to close the connections of a group, and sleeps most of that time.
 _REAPERS = 8
-# The test's own timeout, which comes with every rank's stack, is to strike first.
+# Longer than the test's own timeout, whose report has the stacks of all ranks.
 _GROUP_TIMEOUT_MARGIN = 60.0
-# Of the test's timeout.
+# A multiple of the test's timeout.
 _EMULATED_TIMEOUT = 0.8
 
 
 class GroupKeeper:
-    """Makes the default process group for a test, and lets go of it off the critical path.
+    """Makes the default process group for a test, and destroys it in the background.
 
-    Only the worker's main thread may call it. All ranks share the store that listens at a port on loopback; it is
-    connected to once, here.
+    Only the worker's main thread may call it. All ranks share the store that listens at a port on loopback. The
+    constructor connects to it, once.
     """
 
     def __init__(self, port: int) -> None:
@@ -38,14 +38,14 @@ class GroupKeeper:
         self._is_emulated = False
         self._shared: dist.ProcessGroup | None = None
         self._retired: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()
-        # For good: tests may count threads.
+        # Never restored, because tests may count threads.
         for _ in range(_REAPERS):
             threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
 
     def begin(self, message: Message) -> None:
-        """Initialise the default process group that a test asks for, unless it is there already under the same key.
+        """Initialise the default process group that a test needs, unless it exists with the same key.
 
-        The key is the message's ``group``, and how often tests that share it have lost it: the same on all its ranks.
+        The key is the message's ``group``, and the number of times that tests lost it. It is equal on all its ranks.
         """
         key, backend, rank = message["group"], message["backend"], message["rank"]
         if message["isolation"] == "none":
@@ -61,7 +61,7 @@ class GroupKeeper:
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import BACKEND
 
-            # What its error says of a collective that a rank leaves out, no stack tells.
+            # Its error names a collective that a rank leaves out, which no stack shows.
             name, timeout = BACKEND, message["timeout"] * _EMULATED_TIMEOUT
         store = fake_store() if backend == "fake" else PrefixStore(key, self._store)
         limit = timedelta(seconds=timeout)
@@ -73,7 +73,7 @@ class GroupKeeper:
         self._current, self._shared = key, dist.group.WORLD if message["isolation"] == "none" else None
 
     def end(self, message: Message) -> None:
-        """Tell all ranks if a test has destroyed, or replaced, the default group that its module's tests share."""
+        """Tell all ranks if a test has destroyed or replaced the default group that the tests of its module share."""
         if self._shared is not None and self._shared is not dist.group.WORLD:
             self._current = self._shared = None
             self._store.add(f"{message['group']} lost", 1)
@@ -84,11 +84,11 @@ class GroupKeeper:
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import close_groups
 
-            # Their threads end here; a model that nobody has collected yet may hold a group.
+            # Their threads end here; a model that has not been freed yet may hold a group.
             close_groups()
         if not dist.is_initialized():
             return
-        # Those that the test made as well.
+        # Also the groups that the test made.
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
@@ -100,7 +100,7 @@ class GroupKeeper:
 
 
 def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:
-    """Wait until all ranks have made the group: who leaves it before closes connections that others still make."""
+    """Wait until all ranks have made the group. A rank that left earlier would close connections in the making."""
     if world_size > 1:
         if store.add("zeroshard: ranks that have made the group", 1) == world_size:
             store.set("zeroshard: all have made the group", "")
@@ -109,7 +109,7 @@ def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:
 
 @contextlib.contextmanager
 def _torch_warnings_ignored() -> Iterator[None]:
-    # The user's filters may turn warnings into errors; these are none of the test's.
+    # The user's filters may turn warnings into errors, but these warnings are not from the test.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,6 +1,6 @@
-"""What a worker process carries from one test into the next unless it is put back. Runs in workers only.
+"""Restores the state of a worker process that one test could leave to the next. Runs in workers only.
 
-docs/testing.md lists what is put back; the list there and this module belong together.
+docs/testing.md lists this state; keep the list equal to this module.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from zeroshard_testing.ipc import Message
 
 
 class ProcessState:
-    """Gives every test the controller's surroundings and the same fresh defaults.
+    """Gives every test the environment of the controller and the same defaults.
 
-    Python's own settings are put back to what they are when this is made.
+    Python's own settings are restored to their values at construction.
     """
 
     def __init__(self) -> None:
-        # What fixtures of a wider scope than one test have changed, by what they have changed.
+        # Values that fixtures of a wider scope than one test have set, by setting.
         self._held: dict[Any, dict[Any, Any]] = {}
         handlers = (_accessors(signal.getsignal, signal.signal, number) for number in signal.valid_signals())
-        # A signal handler that C has installed reads as None, and cannot be put back.
+        # A signal handler that C has installed reads as None, and cannot be restored.
         python = [*_PYTHON_SETTINGS, *(handler for handler in handlers if handler[0]() is not None)]
         if numpy := sys.modules.get("numpy"):
             python += [(numpy.geterr, lambda errors: numpy.seterr(**errors))]
@@ -46,7 +46,7 @@ class ProcessState:
         self._settings = [*((read, write, read()) for read, write in python), *_TORCH_DEFAULTS]
 
     def restore_surroundings(self, message: Message) -> None:
-        """Stop timers, and put back what imports see: environment, folder, import path."""
+        """Stop timers, and restore the environment, the working directory and the import path, which imports read."""
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)
         held = self._held_now()
@@ -68,7 +68,7 @@ class ProcessState:
         sys.path[:] = now["sys.path"]
 
     def restore_defaults(self) -> None:
-        """Put back what imports may have changed, too: seeds, and defaults of Python and torch."""
+        """Restore settings that imports may have changed too: seeds, and defaults of Python and torch."""
         held = self._held_now()
         for place, (read, write, default) in enumerate(self._settings):
             value = held.get(place, default)
@@ -80,17 +80,17 @@ class ProcessState:
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
         if numpy := sys.modules.get("numpy"):
-            # An attribute that imports what it names, so that the first test of a worker is seeded too.
+            # Accessing the attribute imports the module, so that the first test of a worker is seeded too.
             numpy.random.seed(0)
 
     def seen(self) -> dict[Any, Any]:
-        """Return the current values of everything that is put back, except seeds and print options."""
+        """Return the current values of all settings that are restored, except seeds and print options."""
         environment = {("environment", name): value for name, value in os.environ.items()}
         settings = {place: read() for place, (read, _, _) in enumerate(self._settings)}
         return {**environment, **settings, "cwd": os.getcwd(), "sys.path": list(sys.path)}  # noqa: PTH109 - a string
 
     def hold(self, before: Mapping[Any, Any]) -> Callable[[], object]:
-        """Keep changes since `seen` returned ``before`` from test to test, until the result is called."""
+        """Keep changes since `seen` returned ``before`` from test to test. The returned function ends that."""
         now, holder = self.seen(), object()
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         self._held[holder] = {key: now.get(key) for key in changed}
@@ -104,16 +104,16 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # The flight recorder keeps the latest collectives.
     "TORCH_FR_BUFFER_SIZE": "256",
-    # NCCL lets ranks share a GPU where it can.
+    # NCCL lets ranks share a GPU if it can.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    # Gloo binds to the loopback interface: no name lookups, no firewalls.
+    # Gloo binds to the loopback interface, which needs no name lookup and passes firewalls.
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
 }
-"""Variables that torch finds in a worker's environment, unless the user has set them otherwise."""
+"""Environment variables of workers for torch. Values of the user take precedence."""
 
 
 def _accessors(read: Callable[..., Any], write: Callable[..., Any], *target: object) -> tuple[Any, Any]:
-    """Return what reads and what writes a setting that one of several has: an attribute of an object, for instance."""
+    """Return a function that reads, and one that writes, a setting such as an attribute of an object."""
     return partial(read, *target), partial(write, *target)
 
 
@@ -170,7 +170,7 @@ _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
     (*_accessors(torch.get_autocast_dtype, torch.set_autocast_dtype, "cpu"), torch.bfloat16),
     (*_accessors(getattr, setattr, distributed_c10d, "default_pg_timeout"), distributed_c10d.default_pg_timeout),
     (*_accessors(getattr, setattr, torch.utils.deterministic, "fill_uninitialized_memory"), True),
-    # There is nothing else that tells; Python's own floats are flushed, too.
+    # There is no other way to find out; Python's own floats are flushed, too.
     (lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False),
     (lambda: any(module_hooks()), _set_module_hooks, any(module_hooks())),
     (*_accessors(getattr, setattr, torch.backends.cudnn, "benchmark"), False),

@@ -1,4 +1,4 @@
-"""An exception that is expected on some ranks and on no other."""
+"""Asserts that a block raises an exception on some ranks and on no other."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def raises_on(
 
     Args:
         expected: The exception, or several.
-        ranks: Where it is raised.
-        match: A regular expression that is searched for in its text.
+        ranks: The ranks on which it is raised.
+        match: A regular expression that must match a part of its text.
 
     Yields:
-        What `pytest.raises` yields there; None on the other ranks, where an exception passes through.
+        The value of `pytest.raises` on these ranks; None on the other ranks, where an exception propagates.
 
     Raises:
-        Failed: On a rank of ``ranks`` where nothing is raised.
+        Failed: If the block does not raise on a rank of ``ranks``.
         ValueError: If there is no such rank.
     """
     named = [ranks] if isinstance(ranks, int) else list(ranks)

@@ -1,11 +1,11 @@
-"""Tells what this rank is doing, from a thread of its own: what its other threads wait for, and what was issued.
+"""Reports, from a thread of its own, what the other threads of this rank wait for, and which operations were issued.
 
 Runs in workers only. A thread counts as waiting for other ranks only if that is certain: it is inside a wait that
-`zeroshard_testing.wait_recorder` has on record and that will not give up before the test's time is up, or inside native
-code of torch that is known to wait there. A thread that merely seems idle may continue.
+`zeroshard_testing.wait_recorder` has recorded and that does not time out before the test does, or inside native code of
+torch that is known to wait there. A thread that only seems idle may continue.
 
-Frames of other threads are read only while a test runs and a wait, a collective or a new group of this process is on
-record, after every other thread was seen to sleep in the kernel; see `zeroshard_testing.stacks.frames_of_threads`.
+Frames of other threads are read only while a test runs and a wait, a collective or a new group of this process is
+recorded, after every other thread was seen to sleep in the kernel; see `zeroshard_testing.stacks.frames_of_threads`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankStat
 from zeroshard_testing.stacks import OWN_CODE, OWN_THREADS, frames_of_threads, python_stacks
 from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
-# Seconds until a rank that has finished tells its latest collectives unasked, since others may be stuck in them.
+# Seconds until a finished rank reports its latest collectives without a request, because others may hang in them.
 _SETTLING_TIME = 0.5
 
 _TASKS = Path("/proc/self/task")
 
 NOTHING: tuple[tuple[Awaited, ...], str] = ((), "")
-"""Nothing is awaited: some thread may continue."""
+"""The state of a rank with a thread that may continue: it waits for nothing."""
 
 
 class RankInspector:
-    """Tells what the rank is doing. One per worker; the main thread begins and ends tests, any thread may look.
+    """Reports the state of the rank. A worker has one; its main thread begins and ends tests, any thread may ask.
 
     Times are on the flight recorder's clock, seconds since the epoch, except for the deadline, which is on the
     monotonic clock.
@@ -53,7 +53,7 @@ class RankInspector:
     def __init__(self, waits: WaitRecorder) -> None:
         self._waits = waits
         self.run = -1
-        """The number of the latest test."""
+        """The run number of the latest test."""
         self._threads_before: tuple[set[threading.Thread], int] = set(), 0
         self._switches: dict[threading.Thread, str] = {}
         self._destroyed: dict[str, GroupState] = {}
@@ -65,7 +65,7 @@ class RankInspector:
         self._ended: float | None = 0.0
 
     def begin(self, run: int, timeout: float, rank: int, world_size: int) -> None:
-        """Say that a test begins, which may take that many seconds, on one of so many ranks."""
+        """Record that a test begins, with its timeout in seconds and its number of ranks."""
         if self.run < 0:
             self._threads_before = _other_threads()
         self._switches = {thread: _switches(thread) for thread in _other_threads()[0] - self._threads_before[0]}
@@ -80,20 +80,20 @@ class RankInspector:
         self._ended = None
 
     def end(self) -> None:
-        """Say that the test has ended."""
+        """Record that the test has ended."""
         self._ended = time()
 
     def look(self, run: int, *, details: bool) -> RankState:
-        """Return what the rank is doing now in a test; nothing is known of any but the latest.
+        """Return the state of the rank in a test, which is unknown for any test but the latest.
 
-        Details are stacks, if the rank is known to wait, and the latest collectives also of a rank that is not waiting,
-        or has just finished.
+        Details are the stacks of a rank that is known to wait, and the latest collectives also of a rank that does not
+        wait or has just finished.
         """
         if run != self.run:
             return RankState(importing=None)
         begun = dict(self._waits.begun)
         if self._ended is not None:
-            # What has not reached another rank by then, because the machine is busy, never will.
+            # A collective that has not reached another rank by then never will, even if the machine is busy.
             is_settled = time() - self._ended > _SETTLING_TIME
             groups = self.groups(self._recorded() if details or is_settled else None)
             finished = not self._waits.callbacks and not self._threads_left()
@@ -105,15 +105,15 @@ class RankInspector:
         if not awaited and not details:
             return RankState(importing=_imports())
         if any(one.operation.pending and one.created + one.timeout < self._began + self._timeout for one in recorded):
-            # It will end by its own timeout within the test's time.
+            # It ends at its own timeout, before the test's.
             awaited, fingerprint = NOTHING
         stacks = python_stacks() if details and is_known_to_wait else ""
         return RankState(False, awaited, fingerprint, self.groups(recorded), stacks, begun=begun)
 
     def groups(self, recorded: list[private.Recorded] | None) -> dict[str, GroupState]:
-        """Return what was issued in each process group, without operations unless the recorder's entries are given.
+        """Return the record of each process group, with operations only if the recorder's entries are passed.
 
-        Of groups that were destroyed alone, if the default group does not number the ranks as the test does.
+        If the default group does not number the ranks as the test does, only destroyed groups are returned.
         """
         world = dist.group.WORLD
         if world is not None and (world.rank(), world.size()) != self._place:
@@ -124,12 +124,12 @@ class RankInspector:
                 key = self._key_of(group)
                 states[key] = self._of_group(key, group, recorded)
             except (RuntimeError, KeyError, ValueError, AttributeError):
-                # A group that is just being made or destroyed, or whose backend does not count.
+                # The group is being made or destroyed, or its backend does not count operations.
                 continue
         return {**self._destroyed, **states}
 
     def keep_destroyed_groups(self) -> None:
-        """Wrap the function that destroys groups, so that what was issued in them still counts; call once."""
+        """Wrap the function that destroys groups, so that their operations still count. Call it once."""
         destroy = dist.destroy_process_group
 
         @functools.wraps(destroy)
@@ -143,7 +143,7 @@ class RankInspector:
         dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 
     def _key_of(self, group: dist.ProcessGroup) -> str:
-        """Return what a group is called on all its ranks; one with the name of another that is gone has a number."""
+        """Return the key of a group, equal on all its ranks. It has a number if a destroyed group had the same name."""
         key = group_key(group.group_name, _ranks_of(group))
         number = self._made_anew[key]
         return f"{number} {key}" if number else key
@@ -152,7 +152,7 @@ class RankInspector:
         record = self._waits.of_group(group)
         issued = self._waits.collectives_in(group)
         here = [one for one in recorded or () if one.group == group.group_name and not record.unlisted]
-        # For collectives of C++ whose timeout has passed, it is unknown how they ended.
+        # It is unknown how collectives of C++ ended whose timeout has passed.
         late = time() if self._ended is None else self._ended
         expired = {one.number for one in here if one.created + one.timeout < late} - record.collectives.keys()
         return GroupState(
@@ -164,7 +164,7 @@ class RankInspector:
                 f"{kind} {_rank_of(peer, group)} {tag}": Messages(one.count, tuple(one.latest))
                 for (kind, peer, tag), one in record.messages.items()
             },
-            # Unknown if C++ has issued something.
+            # Unknown if C++ has issued an operation.
             checksum=record.checksum if record.numbers == issued else None,
             failed=min(record.failed_collectives | expired, default=0),
             messages_failed=record.failed_messages,
@@ -175,13 +175,13 @@ class RankInspector:
         try:
             return private.recorded(self._began)
         except (RuntimeError, ValueError, AttributeError, KeyError, TypeError):
-            # The probe has said so in the header of the run.
+            # The header of the run reports that.
             return []
 
     def _threads_left(self) -> bool:
-        """Whether a thread may still issue something: one that is new since the test began, or has run since.
+        """Return True if a thread may still issue an operation: it is new since the test began, or has run since.
 
-        Those from before the first test, such as a conftest's, are left out.
+        Threads from before the first test, such as a conftest's, do not count.
         """
         threads, others = _other_threads()
         before, others_before = self._threads_before
@@ -189,12 +189,12 @@ class RankInspector:
         return others > others_before or any(has_run)
 
     def _is_on_record(self, recorded: list[private.Recorded]) -> bool:
-        """Whether a wait of this rank, a new group, or a collective that is issued or pending is on record."""
+        """Return True if a wait, a new group, or an issued or pending collective of this rank is recorded."""
         on_record = [*self._waits.current.values(), *self._waits.issuing.values(), *self._waits.making.values()]
         return any(each is not None for each in on_record) or any(one.operation.pending for one in recorded)
 
     def _waiting(self) -> tuple[tuple[Awaited, ...], str]:
-        """Return what all threads wait for, with a fingerprint; nothing if one of them may continue."""
+        """Return what all threads wait for, with a fingerprint; an empty result if one of them may continue."""
         waits = dict(self._waits.current)
         awaited: list[Awaited] = []
         marks: list[str] = []
@@ -213,7 +213,7 @@ class RankInspector:
                 marks.append(f"wait {wait.serial}")
             elif doing.waits_natively and thread is not None:
                 what, until = self._waits.making.get(ident, (Awaited("collective"), None))
-                # Under torch's debug level DETAIL ranks wait within the call, before the flight recorder knows of it.
+                # With torch's debug level DETAIL, ranks wait inside of the call, before the flight recorder records it.
                 within = self._waits.issuing.get(ident)
                 if (until or math.inf) < self._deadline or (within and private.timeout_of(within) < self._timeout):
                     return NOTHING
@@ -232,7 +232,7 @@ class RankInspector:
         if wait.until is not None and wait.until < self._deadline:
             return None
         if _is_done(wait.owner):
-            # The thread will go on as soon as it gets a processor; another collective may be pending for ever.
+            # The thread continues when it gets a processor; another collective may be pending forever.
             return None
         if isinstance(wait.owner, Store):
             return None if _is_there(wait) else Awaited("store")
@@ -249,26 +249,25 @@ class RankInspector:
 
 
 def _ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """Return the members of a group, as the default group numbers them; KeyError if they are not known."""
+    """Return the members of a group, as ranks of the default group; KeyError if they are unknown."""
     try:
         return dist.get_process_group_ranks(group)
     except KeyError:
-        # Not listed by torch.
+        # torch does not list the group.
         if group.size() != dist.get_world_size():
             raise
         return list(range(group.size()))
 
 
 def _rank_of(peer: int, group: dist.ProcessGroup) -> int:
-    """Return a rank of a group as the default group numbers it."""
+    """Return a rank of a group as a rank of the default group."""
     return peer if peer == ANY_SOURCE else _ranks_of(group)[peer]
 
 
 def _imports() -> bool:
-    """Whether the main thread is importing a module.
+    """Return True if the main thread is importing a module.
 
-    Python locks each module while it is imported. It has no public list of these locks, and a Python without it stops
-    no clock.
+    Python locks each module during its import. The list of these locks is private; without it no clock is stopped.
     """
     locks = getattr(importlib._bootstrap, "_module_locks", {})
     main = threading.main_thread().ident
@@ -276,27 +275,27 @@ def _imports() -> bool:
 
 
 def _is_own(thread: threading.Thread | None) -> bool:
-    """Whether a thread is the harness's own."""
+    """Return True for a thread of the harness."""
     return thread is not None and thread.name.startswith(OWN_THREADS)
 
 
 def _other_threads() -> tuple[set[threading.Thread], int]:
-    """Return the threads beside the main one and the harness's own, and how many there are that `threading` lacks."""
-    # A dummy stands for a thread of C++, whether it still runs or not.
+    """Return the threads except the main one and the harness's own, and the number that `threading` does not list."""
+    # A dummy represents a thread of C++, which may have ended.
     known = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known.discard(threading.main_thread())
     return {thread for thread in known if not _is_own(thread)}, _thread._count() - len(known)
 
 
 class _Doing(NamedTuple):
-    """What a thread is doing: whether it is in native code of torch that waits for other ranks; or is idle."""
+    """The state of a thread: whether it is in native code of torch that waits for other ranks, or idle."""
 
     waits_natively: bool
     is_idle: bool
 
 
 def _what_threads_do() -> dict[int, _Doing]:
-    """Look at all other threads, and keep none of their frames: these keep alive what a test has dropped."""
+    """Return the states of all other threads. Keeps no frames, which would keep objects of a test alive."""
     with frames_of_threads() as frames:
         return {ident: _Doing(_waits_natively(frame), _is_idle(frame)) for ident, frame in frames.items()}
 
@@ -304,29 +303,29 @@ def _what_threads_do() -> dict[int, _Doing]:
 def _waits_natively(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(OWN_CODE):
-        # The wrapper of what torch was called for.
+        # The frame is a wrapper of the called function.
         return frame.f_back is not None and _waits_natively(frame.f_back)
     return path.startswith(private.WAITING_CODE) and not path.startswith(private.NEVER_WAITING_CODE)
 
 
 def _is_done(owner: object) -> bool:
-    """Whether what a thread waits for is a work or future that has completed."""
+    """Return True if a thread waits for a work or future that has completed."""
     ask = getattr(owner, "is_completed", None) or getattr(owner, "done", None)
     return ask is not None and bool(ask())
 
 
 def _is_there(wait: Wait) -> bool:
-    """Whether keys have been set that a thread is about to find, or may have been."""
+    """Return True if the keys for which a thread waits have been set, or may have been."""
     keys = wait.arguments[0] if wait.arguments else []
     try:
-        # The waiting thread holds the lock of its own connection.
+        # The waiting thread holds the lock of its connection.
         return bool(wait.owner.clone().check([keys] if isinstance(keys, str) else list(keys)))
     except (RuntimeError, AttributeError, TypeError):
         return True
 
 
 def has_children() -> bool:
-    """Whether this process has started another one that still runs, or may have: only Linux tells."""
+    """Return True if a child of this process still runs, or may run: only Linux says."""
     try:
         return any((task / "children").read_text().strip() for task in Path("/proc/self/task").iterdir())
     except OSError:
@@ -334,13 +333,13 @@ def has_children() -> bool:
 
 
 def _has_signal_handlers() -> bool:
-    """Whether a signal may make the main thread do something."""
+    """Return True if a signal may run code in the main thread."""
     handlers = map(signal.getsignal, signal.valid_signals())
     return any(callable(found) and found is not signal.default_int_handler for found in handlers)
 
 
 def _is_idle(frame: FrameType) -> bool:
-    """Whether a thread waits, without a time limit, for another thread of this process."""
+    """Return True if a thread waits without a timeout for another thread of this process."""
     path, name = frame.f_code.co_filename, frame.f_code.co_name
     if path == threading.__file__:
         if name == "wait":
@@ -350,14 +349,14 @@ def _is_idle(frame: FrameType) -> bool:
 
 
 def _sleeps() -> bool:
-    """Whether every thread of this process but the one that asks sleeps in the kernel; only Linux tells."""
+    """Return True if every other thread of this process sleeps in the kernel; only Linux says."""
     if not sys.platform.startswith("linux"):
         return False
     others = {task.name for task in _TASKS.iterdir()} - {str(threading.get_native_id())}
     try:
         return all(_kernel_status(task)["State"].startswith("S") for task in others)
     except (OSError, ValueError, KeyError):
-        # A thread that is just beginning or ending.
+        # The thread is starting or ending.
         return False
 
 
@@ -368,8 +367,8 @@ def _kernel_status(thread: int | str | None) -> dict[str, str]:
 
 
 def _switches(thread: threading.Thread) -> str:
-    """Return how often the kernel has put a thread aside, which changes whenever it runs; empty if that is unknown."""
-    # In a process that was forked, the main thread's own attribute is still that of its parent.
+    """Return the number of context switches of a thread, which changes whenever it runs; empty if unknown."""
+    # In a forked process, the attribute of the main thread still has the value of the parent.
     native_id = os.getpid() if thread is threading.main_thread() else thread.native_id
     try:
         status = _kernel_status(native_id)
@@ -379,9 +378,9 @@ def _switches(thread: threading.Thread) -> str:
 
 
 def _stillness(threads: list[threading.Thread]) -> str | None:
-    """Return a mark that stays the same as long as these threads sleep, or None unless all threads of the process do.
+    """Return a value that is constant while these threads sleep; None unless all threads of the process sleep.
 
-    A device may wake a thread without this process, so with CUDA nothing is certain.
+    A device may wake a thread without this process, so with CUDA the result is None.
     """
     if torch.cuda.is_initialized() or not _sleeps():
         return None

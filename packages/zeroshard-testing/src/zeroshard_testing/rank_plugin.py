@@ -1,4 +1,4 @@
-"""What a worker's pytest does beyond pytest: it runs what it is told to, and keeps reports instead of showing them."""
+"""The plugin of a worker's pytest: it runs the tests that the controller names, and keeps reports to return them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from zeroshard_testing.stacks import is_harness
 
 @dataclass
 class Reports:
-    """What came of one test: the reports of its phases and subtests, and the first failure in one line.
+    """The result of one test: the reports of its phases and subtests, and the first failure in one line.
 
-    A warning is its category, text, file and line. It may have called `pytest.xfail`.
+    A warning is its category, text, file and line. The test may have called `pytest.xfail`.
     """
 
     all: list[pytest.TestReport] = field(default_factory=list)
@@ -34,19 +34,19 @@ class Reports:
 
 
 class RankPlugin:
-    """Registered in every worker, under `name`; ``body`` is called where the session would collect."""
+    """The plugin of every worker, registered as `name`. It calls ``body`` in place of collection."""
 
     name = "zeroshard-rank"
     state: ProcessState
-    """What is put back before each test; the worker sets it before the first."""
+    """The state to restore before each test. The worker sets it before the first test."""
 
     def __init__(self, body: Callable[[pytest.Session], None]) -> None:
         self._body = body
         self._reports = Reports()
         self.around_call: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What is entered around the test's own code, and may raise at its end; the worker sets it for each test."""
+        """The context of the code of a test, which may raise at its end. The worker sets it for each test."""
 
-    def run(self, item: pytest.Item, nextitem: Any) -> Reports:  # noqa: ANN401 - an item, or what has its listchain()
+    def run(self, item: pytest.Item, nextitem: Any) -> Reports:  # noqa: ANN401 - an item, or an object with its listchain()
         """Run setup, call and teardown of a test inside all wrappers of pytest's protocol, and return the reports."""
         self._reports = Reports()
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
@@ -54,17 +54,17 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
-        """Serve the controller instead."""
+        """Serve the controller in place of collection."""
         self._body(session)
         return True
 
-    # The tests that the controller has made.
+    # Runs the tests that the controller has made.
     pytest_generate_tests = staticmethod(parametrize)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: Any) -> bool:  # noqa: ANN401 - see run
         """Run a test, and keep its reports."""
-        # Not exported by pytest; pytest-rerunfailures and others call it in the same way.
+        # Private to pytest; pytest-rerunfailures and others call it too.
         from _pytest.runner import runtestprotocol
 
         self._reports.all += runtestprotocol(item, log=False, nextitem=nextitem)
@@ -72,7 +72,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail the test with what its backend has found in it, and a property with its first counterexample."""
+        """Fail a test with the error that its backend found, and a property with its first counterexample."""
         __tracebackhide__ = True
         failures: list[BaseException] = []
         with suppress(_FoundError), _until_first_failure(item, failures), self.around_call():
@@ -81,7 +81,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:  # noqa: ANN401 - see pytest
-        """Let what a fixture of a wider scope than one test sets hold until that is torn down."""
+        """Keep the settings of a fixture of a wider scope than one test until its teardown."""
         if fixturedef.scope == "function":
             return (yield)
         before = self.state.seen()
@@ -91,21 +91,21 @@ class RankPlugin:
             fixturedef.addfinalizer(self.state.hold(before))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the reports of subtests, which do not come with the test's own."""
+        """Keep the reports of subtests, which pytest reports separately."""
         self._reports.all.append(report)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Say in one line what failed; leave out the source around what is only a consequence."""
+        """Describe the failure in one line. Leave out the source for errors that are only a consequence."""
         if call.excinfo is None:
             return (yield)
         self._reports.called_xfail |= isinstance(call.excinfo.value, pytest.xfail.Exception)
         summary = _summary(call.excinfo)
         style = item.config.option.tbstyle
         if is_echo(summary):
-            # It explains nothing, and pytest would parse all of torch.distributed to show it.
+            # The source explains nothing, and pytest would parse all of torch.distributed to show it.
             item.config.option.tbstyle = "native"
             entries = dropwhile(lambda entry: is_harness(str(entry.path)), call.excinfo.traceback)
             call.excinfo.traceback = type(call.excinfo.traceback)([*entries] or call.excinfo.traceback)
@@ -115,14 +115,14 @@ class RankPlugin:
             item.config.option.tbstyle = style
         is_found = getattr(call.excinfo.value, "is_found_by_harness", False)
         if report.failed and is_found and all(is_harness(str(entry.path)) for entry in call.excinfo.traceback):
-            # What was found when the test was over has no place in it; the text says where.
+            # An error that was found after the test has no line in it; its text says where.
             report.longrepr = str(call.excinfo.value)
         if report.failed and not self._reports.summary:
             self._reports.summary = summary
         return report
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
-        """Keep a warning for the controller, which has the warnings of collection itself."""
+        """Keep a warning for the controller, which already has the warnings of collection."""
         if when == "runtest":
             category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
             text = kinds.printable(str(warning_message.message))
@@ -130,12 +130,12 @@ class RankPlugin:
 
 
 class _FoundError(BaseException):
-    """Leaves hypothesis at once, which would take an Exception for something to shrink."""
+    """Ends a run of hypothesis, which would shrink an Exception."""
 
 
 @contextmanager
 def _until_first_failure(item: pytest.Item, failures: list[BaseException]) -> Iterator[None]:
-    """End a property on several ranks with its first failure: while one rank shrank that, the others would wait."""
+    """End a property on several ranks at its first failure, because other ranks would wait for a rank that shrinks."""
     spec, handle = spec_of(item), getattr(getattr(item, "obj", None), "hypothesis", None)
     if handle is None or spec is None or len(spec.ranks) == 1 or iscoroutinefunction(handle.inner_test):
         yield

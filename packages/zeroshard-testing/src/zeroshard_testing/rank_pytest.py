@@ -1,7 +1,7 @@
 """The pytest of a worker: configured as the controller's, without plugins that belong to a run rather than to a test.
 
-A rank collects a test's file and runs its setup, call and teardown by itself, so that every habit of pytest holds on
-ranks. What makes a run of tests (reports, distribution, reruns, coverage, timeouts) stays with the controller.
+A rank collects a test's file and runs its setup, call and teardown by itself, so that pytest behaves on ranks as it
+does elsewhere. The controller alone handles the run: reports, distribution, reruns, coverage, timeouts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _OPTIONS: Message = {
     "tbstyle": "auto",
     "plugins": [],
 }
-"""Options whose meaning is the controller's; ranks have these values of them instead."""
+"""Options that apply to the controller, with their values on ranks."""
 
 
 def description_of(config: pytest.Config | None) -> Message:
-    """Return what `run_idle_pytest` needs to configure a worker's pytest as the controller's, as a JSON object."""
+    """Return the configuration of the controller's pytest for `run_idle_pytest`, as a JSON object."""
     if config is None:
         arguments = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"]
         return {"options": _OPTIONS, "paths": {}, "arguments": arguments, "markers": [], "worker": {}}
@@ -64,26 +64,26 @@ def description_of(config: pytest.Config | None) -> Message:
         "options": {**options, **_OPTIONS, "tbstyle": "short" if style in ("line", "no") else style},
         "paths": paths,
         "arguments": arguments,
-        # Those of plugins that ranks do without, too.
+        # Includes options of plugins that ranks do not have.
         "markers": config.getini("markers"),
-        # What pytest-xdist tells a worker: its ranks have its name.
+        # The name of the pytest-xdist worker is also the name of its ranks.
         "worker": _plain_values(getattr(config, "workerinput", {})),
     }
 
 
 def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Session], None]) -> None:
-    """Load torch, configure pytest as `description_of` says, and call ``body`` where the session would collect."""
-    # Before pytest is configured: a filter that makes an error of warnings is for tests, not for torch's own modules.
+    """Load torch, configure pytest as `description_of` says, and call ``body`` in place of collection."""
+    # Before pytest is configured, because its filter of warnings is for tests, not for modules of torch.
     import torch
 
     from zeroshard_testing import rank_values
     from zeroshard_testing.rank_plugin import RankPlugin
 
     if "numpy" in sys.modules:
-        # torch has loaded the rest of it; every worker seeds it.
+        # torch has loaded the rest of the package; every worker seeds it.
         importlib.import_module("numpy.random")
     torch.set_num_threads(1)
-    # As pytest-xdist does in its workers.
+    # pytest-xdist does the same in its workers.
     paths = {name: Path(path) for name, path in description["paths"].items()}
     config = pytest.Config.fromdictargs({**description["options"], **paths}, list(description["arguments"]))
     for name in NOT_ON_RANKS:
@@ -91,7 +91,7 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
             config.pluginmanager.unregister(name=name)
     config.pluginmanager.register(RankPlugin(body), RankPlugin.name)
     config.pluginmanager.register(rank_values)
-    # Until pytest 9 its own one asks a plugin of a run, to explain an assertion.
+    # Until pytest 9, its own one needs a plugin of the run to explain assertions.
     config.get_terminal_writer = lambda: create_terminal_writer(config)  # type: ignore[method-assign]
     if description["worker"]:
         config.workerinput = description["worker"]  # type: ignore[attr-defined]  # as pytest-xdist does
@@ -101,7 +101,7 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
 
 
 class Collector:
-    """Collects test files in a worker, each once. The temporary folder is for ``tmp_path_factory``, and made by it."""
+    """Collects test files in a worker, each once. ``tmp_path_factory`` makes and uses the temporary folder."""
 
     def __init__(self, session: pytest.Session, temporary: Path) -> None:
         self._session = session
@@ -111,16 +111,16 @@ class Collector:
         self._found: list[pytest.Item] = []
         self._failures: list[str] = []
         self._skipped: dict[Path, str] = {}
-        # Private to pytest: the worker was configured without conftest files, which are loaded when a file is
+        # Private to pytest: the worker was configured without conftest files, which it loads when a file is
         # collected, after the fork; and a base folder that is given by an option would be emptied by each worker.
         session.config.pluginmanager._noconftest = False
-        # So that the conftest file of the root may name plugins.
+        # Lets the conftest file of the root name plugins.
         session.config.pluginmanager._configured = False
         session.config._tmp_path_factory._given_basetemp = temporary  # type: ignore[attr-defined]
         session.config.pluginmanager.register(self)
 
     def has(self, path: str) -> bool:
-        """Whether a file has been collected, so that nothing of it is executed any more."""
+        """Return True if a file has been collected, so that its code does not run again."""
         return path in self._items
 
     def item(self, path: str, place: str) -> pytest.Item:
@@ -141,7 +141,7 @@ class Collector:
         self._path = Path(path)
         self._failures.clear()
         with warnings.catch_warnings():
-            # Those of collection the controller has shown.
+            # The controller has shown the warnings of collection.
             warnings.simplefilter("ignore")
             try:
                 self._session.perform_collect([path])
@@ -150,22 +150,22 @@ class Collector:
         if self._failures:
             raise CollectionFailure("\n".join(self._failures))
         self._items[path] = {place_of(item): item for item in self._found}
-        # Conftest files of a run begin with its session.
+        # Conftest files of a run are loaded at the start of its session.
         start = self._session.config.pluginmanager.subset_hook_caller("pytest_sessionstart", plugins)
         start(session=self._session)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Look at nothing beside the way to the file; folders may hold thousands."""
+        """Ignore all paths except the parents of the file; a folder may have thousands of files."""
         return None if collection_path in (self._path, *self._path.parents) else True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collect_directory(self, path: Path) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
-        """Keep the node of a folder: fixtures of its conftest file belong to it, whichever file is collected."""
+        """Reuse the node of a folder for all its files, because fixtures of its conftest file belong to it."""
         return self._folders.setdefault(path, (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what could not be collected, or was to be skipped."""
+        """Keep the reports of files that failed in collection or are skipped."""
         if report.skipped and isinstance(report.longrepr, tuple):
             self._skipped[self._path] = report.longrepr[2].removeprefix("Skipped: ")
         if report.failed:
@@ -173,12 +173,12 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep all items; conftest files may mark them, but the controller has selected already."""
+        """Keep all items: conftest files may mark them, but the controller has already selected."""
         self._found = list(items)
 
 
 class CollectionFailure(Exception):  # noqa: N818 - as pytest's own
-    """A file cannot be collected on a rank; the text is pytest's report."""
+    """Raised if a file cannot be collected on a rank. The text is pytest's report."""
 
 
 def _plain_values(values: Mapping[str, Any]) -> Message:

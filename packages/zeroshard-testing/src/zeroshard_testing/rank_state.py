@@ -1,4 +1,4 @@
-"""What a rank is doing, as a value that travels: whether it can move on by itself, and what it has issued so far."""
+"""The state of a rank, as a value that is sent: whether it can continue by itself, and its operations so far."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TENSOR = re.compile(r"(\w+)\[([^\]]*)\](?: with strides \[([^\]]*)\])?")
 class Operation:
     """A collective that a rank has issued, such as an ``all_reduce`` of ``float32[4, 3]`` by ``SUM``.
 
-    Its tensors are its input, or its output where it takes none. It is pending until it completes here. The root
-    is a rank of the group. Only of what Python issued is the public name known, whether waiting for it failed, and the
-    serial number, by which a rank's collectives in all groups are in order.
+    Its tensors are its inputs, or its outputs if it has no input. It is pending until it completes here. The root is a
+    rank of the group. The public name, whether a wait for it failed, and the serial number are known only of
+    collectives that Python issued. Serial numbers order the collectives of a rank in all groups.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Operation:
 
     @property
     def amounts(self) -> list[tuple[str, int]]:
-        """Dtype and number of elements of each tensor: what has to match, whatever the shapes."""
+        """Dtype and number of elements of each tensor, which must match on all ranks. Shapes may differ."""
         return [
             (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()))
             for dtype, sizes, _ in _TENSOR.findall(self.tensors)
@@ -40,7 +40,7 @@ class Operation:
 
     @property
     def layouts(self) -> list[tuple[str, str]]:
-        """Shape and strides of each tensor, as text: none of what is contiguous, and of what C++ has issued."""
+        """Shape and strides of each tensor, as text; empty for contiguous tensors, and for collectives of C++."""
         return [(sizes, strides) for _, sizes, strides in _TENSOR.findall(self.tensors)]
 
     def __str__(self) -> str:
@@ -51,24 +51,24 @@ class Operation:
 
 @dataclass(frozen=True)
 class Messages:
-    """The messages between a rank and one peer, of one kind and tag: how many, and the latest, as ``"float32[4]"``."""
+    """The messages between a rank and one peer, of one kind and tag: their number, and the latest as text."""
 
     count: int = 0
     latest: Sequence[str] = ()
 
     def text(self, number: int) -> str | None:
-        """Return what message ``number`` (from 0) carries, None if that is not known any more."""
+        """Return the tensors of message ``number`` (from 0) as text, such as ``"float32[4]"``; None if forgotten."""
         place = number - (self.count - len(self.latest))
         return self.latest[place] if 0 <= place < len(self.latest) else None
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """What a rank has done in one process group: how many collectives it has issued, and the latest by number, from 1.
+    """The operations of a rank in one process group: its number of collectives, and the latest by number, from 1.
 
     Members are ranks of the default group. Messages have keys such as ``"send 3 0"``: kind, peer in the default group
-    (-1 for any), tag. The checksum is the same on ranks that have issued the same collectives, None if it is not known.
-    From the first collective on that may have failed here (0 for none), ranks may rightly have issued different ones.
+    (-1 for any), tag. The checksum is equal on ranks that issued the same collectives; None if it is unknown. After the
+    first collective that may have failed here (0 for none), ranks may issue different ones.
     """
 
     label: str
@@ -83,11 +83,11 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Awaited:
-    """What one thread of a rank waits for.
+    """The wait of one thread of a rank.
 
     The kind is ``"collective"`` (all those pending), ``"store"``, ``"group"`` (its creation), ``"send"`` or ``"recv"``.
-    A message has the key of its group, a peer in the default group (-1 for any), and how many alike came before it; a
-    group that is being made has its key, and how often this rank had made it before.
+    A message has the key of its group, a peer in the default group (-1 for any), and the number of earlier messages of
+    its kind. A group has its key, and the number of times that this rank made it before.
     """
 
     kind: str
@@ -99,13 +99,13 @@ class Awaited:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank was doing at one moment, and what it did in each process group, by a key that all members share.
+    """The state of a rank at one moment, and its operations in each process group, by a key that all members share.
 
-    It has finished if it issues nothing any more. Nothing is awaited when a thread may continue, or when nothing
-    is known. Fingerprints of two moments are equal only if no thread has moved in between. Its children are processes
-    that it has started and that still run. What it has begun are groups: how often it has entered their constructor, by
-    key and its place among the members, such as ``"0:0,1 1"``. While it imports, which is not told
-    of it before its test begins, the test's clock stands still.
+    It has finished if it will issue no more operations. It waits for nothing if a thread may continue, or if its state
+    is unknown. Fingerprints of two moments are equal only if no thread ran in between. Its children are processes that
+    it started and that still run. ``begun`` counts how often it entered the constructor of a group, by key and place
+    among the members, such as ``"0:0,1 1"``. The test's clock is stopped while it imports, which is reported only once
+    its test has begun.
     """
 
     finished: bool = False
@@ -123,7 +123,7 @@ class RankState:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RankState:
-        """Read what `to_message` made, ignoring other keys."""
+        """Make a state from the result of `to_message`, ignoring other keys."""
         awaited = tuple(Awaited(**one) for one in message["awaited"])
         groups = {key: _group(**one) for key, one in message["groups"].items()}
         plain = {
@@ -146,12 +146,12 @@ def group_key(name: str, members: Iterable[int]) -> str:
 
 
 def group_members(key: str) -> tuple[int, ...]:
-    """Return the ranks that a key of `group_key` names."""
+    """Return the ranks in a key that `group_key` returned."""
     return tuple(int(text) for text in key.rpartition(":")[2].split(",") if text)
 
 
 def group_label(key: str, world_size: int) -> str:
-    """Return what to call a group, given the number of ranks of the default group, whose name is ``"0"``."""
+    """Return the name of a group for reports, given the size of the default group, whose name is ``"0"``."""
     members = group_members(key)
     if key.startswith("0:") and len(members) == world_size:
         return "the default group"

@@ -1,4 +1,4 @@
-"""The fixtures of a rank test, as each rank's pytest has them. Registered in workers only."""
+"""The fixtures of rank tests, for the pytest of each rank. Registered in workers only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _current: dict[str, Any] = {}
 
 
 def set_rank_values(**values: object) -> None:
-    """Say what the fixtures of the current test give, by name; the worker's main thread does so before each."""
+    """Set the values of fixtures, by name. The worker's main thread calls it before each test."""
     _current.clear()
     _current.update(values)
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return what the fixtures of the current test give as these, also where it makes no process group."""
+    """Return values of the fixtures of the current test, even if it makes no process group."""
     if not _current:
         raise RuntimeError("this process is no rank: there is neither a process group nor a test on ranks")
     return _current["rank"], _current["world_size"]
@@ -33,7 +33,7 @@ def _given(name: str, scope: Any = "function") -> Any:  # noqa: ANN401 - pytest'
     return pytest.fixture(lambda: _current[name], name=name, scope=scope)
 
 
-def _counted(name: str) -> Any:  # noqa: ANN401 - as above
+def _counted(name: str) -> Any:  # noqa: ANN401 - a fixture object of pytest
     def fixture(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
         from zeroshard_testing.emulated import costs
 
@@ -42,7 +42,7 @@ def _counted(name: str) -> Any:  # noqa: ANN401 - as above
     return pytest.fixture(fixture, name=name)
 
 
-# A worker never changes these.
+# These values never change in a worker.
 rank, world_size, device = (_given(name, "session") for name in ("rank", "world_size", "device"))
 process_group, faults = _given("process_group"), _given("faults")
 device_costs, host_never_waits = _counted("device_costs"), _counted("host_never_waits")
@@ -55,8 +55,8 @@ def _ranks_spec(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture
 def tmp_path() -> Path:
-    """A temporary folder, the same one on all ranks of the test."""
-    # Made by the rank that comes first.
+    """A temporary folder that all ranks of the test share."""
+    # The first rank makes it.
     path: Path = _current["tmp_path"]
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -64,5 +64,5 @@ def tmp_path() -> Path:
 
 @pytest.fixture
 def ranks_tmp_path(tmp_path: Path) -> Path:
-    """The same as ``tmp_path``, by a name that says so."""
+    """The same folder as ``tmp_path``, under a name that says that ranks share it."""
     return tmp_path

@@ -1,6 +1,6 @@
-"""Checks that ranks hold the same tensors, to the bit.
+"""Checks that ranks hold bitwise equal tensors.
 
-Every rank tells the others a digest of each tensor; only the first tensor that differs is sent, to say where it does.
+Ranks exchange a digest of each tensor. Only the first tensor that differs is sent, to find the element that differs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ def assert_replicas_equal(
 ) -> None:
     """Assert that every rank of a group holds bitwise the same tensors. Collective: all ranks of the group call it.
 
-    NaNs with equal bits are equal, and 0.0 differs from -0.0. Ranks compare SHA-256 digests; if one differs, a rank
-    needs room for two copies of the tensor that it names.
+    NaNs with equal bits are equal, and 0.0 differs from -0.0. Ranks compare SHA-256 digests. If one differs, a rank
+    needs memory for two copies of that tensor.
 
     Args:
-        tensors: Tensors of any dense dtype and device, in the same order on all ranks; of a mapping, such as a state
-            dict, the keys are compared too and name the tensors.
-        group: The ranks to compare, all by default.
+        tensors: Tensors of any dense dtype and device, in the same order on all ranks. A mapping, such as a state dict,
+            may be passed: its keys are compared too, and name the tensors.
+        group: The ranks to compare; all ranks by default.
 
     Raises:
         AssertionError: On every rank, with the same text, if anything differs: the number of tensors, a name, shape or
-            dtype, or a bit. It names the first tensor that differs and the first rank that differs from the group's
-            first in it.
+            dtype, or a bit. It names the first tensor that differs, and the first rank whose tensor differs from the
+            tensor of the group's first rank.
     """
     named = _named(tensors)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -50,7 +50,7 @@ def assert_replicas_equal(
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor, flat and on the CPU; perhaps a view of it."""
+    """Return the bytes of a dense tensor, flat and on the CPU. The result may be a view of it."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
@@ -66,7 +66,7 @@ def _named(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> list
 
 
 def _gathered(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what all ranks have, as JSON: torch's own collectives of objects need numpy."""
+    """Return the values of all ranks, sent as JSON: torch's own collectives of objects need numpy."""
     text = json.dumps(mine).encode()
     size = max(_all_gather(torch.tensor([len(text)]), group))
     padded = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)
@@ -89,7 +89,7 @@ def _exchange_device(group: dist.ProcessGroup | None) -> torch.device:
 def _record(name: str, tensor: torch.Tensor) -> tuple[str, str]:
     """Return a tensor's description and the digest of its bits."""
     bits = bits_of(tensor)
-    # Without a copy, and without numpy.
+    # This needs neither a copy nor numpy.
     content = (ctypes.c_char * bits.numel()).from_address(bits.data_ptr())
     return f"{name} of {tensor.dtype}, shape {tuple(tensor.shape)}", hashlib.sha256(content).hexdigest()
 

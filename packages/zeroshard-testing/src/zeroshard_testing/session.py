@@ -1,4 +1,4 @@
-"""The controller's side of a run: what is sent to the ranks, and what becomes of their verdicts."""
+"""The controller's side of a run: sends tests to the ranks, and reports their verdicts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zeroshard_testing.verdict import RanksFailure, Verdict, judge
 _WORKER_OUTPUT = "zeroshard_testing"
 
 running_sessions: list[RanksSession] = []
-"""What runs rank tests and calls in this process, the innermost last."""
+"""The runners of rank tests and calls in this process, the innermost last."""
 
 
 class RanksSession:
-    """Runs what is to run on ranks in one process: the tests of a pytest session, or calls. Boots on first use.
+    """Runs tests of a pytest session, or calls, on ranks. Starts processes on first use.
 
     Under pytest it is a plugin, whose hooks send marked tests to their ranks. ``config`` is None outside pytest;
     ``temporary`` returns a folder for temporary files.
@@ -44,9 +44,9 @@ class RanksSession:
         self._pool: Pool | None = None
         self._item: pytest.Item | None = None
         self._next_item: pytest.Item | None = None
-        # What went wrong on workers after their test had its verdict, in words.
+        # Errors of workers after their test had its verdict, as text.
         self._late_deaths: list[str] = []
-        # Which checks are off, as the header says.
+        # The checks that are off, for the header.
         self._said: list[str] = []
         self._checks_off, self._checks_on = parse_checks("" if config is None else config.getini("ranks_checks"))
         self._timeout = 60.0
@@ -60,19 +60,19 @@ class RanksSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Keep the parameters of rank fixtures from tests that are not marked."""
+        """Do not apply the parameters of rank fixtures to tests that are not marked."""
         if metafunc.definition.get_closest_marker("ranks") is None:
             leave_out_rank_fixtures(metafunc.definition)
 
     def pytest_report_collectionfinish(self, config: pytest.Config, items: list[pytest.Item]) -> list[str]:
-        """Say which checks are on, and why others are not."""
+        """Return header lines that name the checks that are on, and why others are off."""
         if config.option.collectonly or not any(spec_of(item) for item in items):
             return []
         off = dict.fromkeys(self._checks_off, "by the ini file")
         try:
             off |= self._boot().checks_off()
         except LaunchError:
-            # The first test says so, with what the process wrote.
+            # The first test reports the error, with the output of the process.
             return []
         on = [name for name in (*CHECKS, *self._checks_on) if name not in off]
         self._said = [f"ranks: check off: {name} ({reason})" for name, reason in off.items()]
@@ -80,7 +80,7 @@ class RanksSession:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Refuse what cannot work, boot the forkserver while other tests run, and end the workers after the last."""
+        """Refuse unsupported options, start the forkserver while other tests run, and end workers at the end."""
         # The controller of pytest-xdist has no items.
         if not session.config.option.collectonly and any(spec_of(item) for item in getattr(session, "items", ())):
             if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
@@ -93,18 +93,18 @@ class RanksSession:
         try:
             return (yield)
         finally:
-            # Before pytest-cov, which is around this, combines what the workers have measured.
+            # Before pytest-cov, which wraps this, combines the data of the workers.
             if self._pool is not None:
                 self._pool.finish()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Remember which test the calls that follow belong to, and which one comes next."""
+        """Record the test to which the next calls belong, and the test after it."""
         self._item, self._next_item = item, nextitem
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Leave fixtures to the ranks; skip a test whose backend is missing, or fail it if the backend is required."""
+        """Set up no fixtures here. Skip a test whose backend is missing, or fail it if the backend is required."""
         spec = spec_of(item)
         marks = [mark for mark in getattr(getattr(item, "callspec", None), "marks", ()) if mark.name == "ranks"]
         if any(spec not in parse_marker(mark.args, mark.kwargs) for mark in marks):
@@ -115,10 +115,10 @@ class RanksSession:
             )
         if spec is None:
             return
-        item.fixturenames = []  # type: ignore[attr-defined]  # a function's; nothing is set up here
+        item.fixturenames = []  # type: ignore[attr-defined]  # of a function; nothing is set up here
         if hasattr(getattr(item, "obj", None), "hypothesis"):
-            # Its plugin would ask for the test's fixtures.
-            item.obj = partial(item.obj)  # type: ignore[attr-defined]  # a function's as well
+            # Its plugin would request the test's fixtures.
+            item.obj = partial(item.obj)  # type: ignore[attr-defined]  # of a function, too
         reason = self._why_unavailable(spec)
         if reason is not None and spec.backend_name in item.config.getoption("--ranks-require"):
             pytest.fail(f"{reason} (--ranks-require={spec.backend_name})", pytrace=False)
@@ -143,27 +143,27 @@ class RanksSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
-        """Tear down the fixtures on ranks that the next test does not need; what goes wrong fails the test."""
+        """Tear down the fixtures on ranks that the next test does not need. An error there fails this test."""
         errors = [] if self._pool is None else self._pool.tear_down(_places(self._next_item))
         if errors:
             pytest.fail("\n\n".join(errors), pytrace=False)
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:  # noqa: ANN401 - of pytest-xdist, which may not be there
-        """Take what a worker of pytest-xdist has to tell at its end."""
+    def pytest_testnodedown(self, node: Any) -> None:  # noqa: ANN401 - of pytest-xdist, which may not be installed
+        """Handle the output of a worker of pytest-xdist at its end."""
         deaths, said = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT, ([], []))
         self._late_deaths += deaths
         self._said += [line for line in said if line not in self._said]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Let no run succeed in which a worker died after its test."""
+        """Fail the run if a worker died after its test."""
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput[_WORKER_OUTPUT] = self._late_deaths, self._said
         if self._late_deaths and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell of workers that died after their test, and of what the header of a worker of pytest-xdist has said."""
+        """Report workers that died after their test, and the header lines of workers of pytest-xdist."""
         if terminalreporter.config.pluginmanager.has_plugin("dsession"):
             for line in self._said:
                 terminalreporter.write_line(line)
@@ -171,27 +171,27 @@ class RanksSession:
             terminalreporter.write_line(f"ERROR: {death}", red=True)
 
     def pytest_unconfigure(self) -> None:
-        """End every process."""
+        """End all processes."""
         self.close()
         running_sessions.remove(self)
 
     def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
-        """Run a pickled call on ranks, within a test or outside pytest; return what `torch.load` reads, by rank."""
+        """Run a pickled call on ranks, in a test or outside pytest. Return the results for `torch.load`, by rank."""
         if (reason := self._why_unavailable(spec)) is not None:
             raise RuntimeError(reason)
-        # So that the function is found in its module, imported as pytest has done it here.
+        # Workers import the module of the function as pytest has imported it here.
         path = str(self._item.path) if isinstance(self._item, pytest.Function) else ""
         message = {"title": title, "place": title, "path": path, "keep": []}
         return self._carry_out(spec, message, payload)[1]
 
     def close(self) -> None:
-        """End every process. Safe to call repeatedly."""
+        """End all processes. Safe to call repeatedly."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def _boot(self) -> Pool:
-        """Return the pool, whose forkserver boots in the background from the first call on."""
+        """Return the pool. The first call starts its forkserver in the background."""
         if self._pool is None:
             folder = self._temporary() / "ranks"
             folder.mkdir(exist_ok=True)
@@ -265,7 +265,7 @@ def _launcher(config: pytest.Config | None) -> Launcher:
 
 
 def _repeat(item: pytest.Item, outcomes: Mapping[int, Outcome]) -> None:
-    """Let pytest show here what the ranks wrote, logged, recorded and warned of: warnings and records once each."""
+    """Let pytest show the output, logs, records and warnings of the ranks; records and warnings once each."""
     for rank, outcome in outcomes.items():
         for title, text in outcome.sections:
             item.add_report_section("call", f"{title.removeprefix('Captured ')} rank {rank}", text)
@@ -280,13 +280,13 @@ def _repeat_warning(category: str, text: str, filename: str, line: int) -> None:
     if not isinstance(known, type) or not issubclass(known, Warning):
         text, known = f"{category}: {text}", UserWarning
     with warnings.catch_warnings():
-        # The filters have been applied where the warning arose.
+        # The rank has already applied the filters.
         warnings.simplefilter("always")
         warnings.warn_explicit(text, known, filename, line)
 
 
 def _write_log_files(folder: Path, test: str, outcomes: Mapping[int, Outcome]) -> Path:
-    """Write how each rank has ended into ``rank0.log`` and so on of the test's own folder, afresh, and return that."""
+    """Write the outcome of each rank into ``rank0.log`` and so on, in the test's folder, and return the folder."""
     own = folder / (re.sub(r"[^\w.\[\]-]+", "_", test)[-150:] or "test")
     own.mkdir(parents=True, exist_ok=True)
     for old in own.glob("rank*.log"):

@@ -1,4 +1,4 @@
-"""Checks that training on several ranks ends with the same result as in a single process."""
+"""Checks that training on several ranks has the same result as in a single process."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def assert_matches_single_process(
 ) -> None:
     """Assert that a training function ends with the same tensors on every rank as in a single process.
 
-    It is called in an ordinary test, not in one marked with ``ranks``. It runs the function once in a process group of
-    one, then on the ranks, with the default process group initialised in either case, and compares on each rank. The
-    function gives each rank its part of every batch.
+    Call it in an ordinary test, not in one marked with ``ranks``. It runs the function in a process group of one rank,
+    then on the ranks, with the default process group initialised in both cases, and compares on each rank. The function
+    must give each rank its part of every batch.
 
     Args:
-        train_fn: Takes ``rank`` and ``world_size`` and returns a module, a mapping of names to tensors, or tensors. It
-            travels as `run_on_ranks` sends a function.
-        ranks: Number of ranks, or several numbers, tried one after the other.
-        backend: As for ``@pytest.mark.ranks``.
+        train_fn: A function of ``rank`` and ``world_size`` that returns a module, a mapping of names to tensors, or
+            tensors. `run_on_ranks` must be able to send it.
+        ranks: The number of ranks, or several numbers, which are tested one after the other.
+        backend: The backend, as for ``@pytest.mark.ranks``.
         rtol: Relative tolerance; with both tolerances 0 every bit must be equal.
         atol: Absolute tolerance, in units of the tensors.
-        timeout: Seconds that each run may take, by default as for a test.
+        timeout: Seconds that each run may take; the timeout of a test by default.
 
     Raises:
         RanksFailure: If a run fails, or if a tensor differs on a rank: the report names both, and where they differ.
-        RuntimeError: If it is called on a rank.
+        RuntimeError: If the caller is a rank.
         TypeError: If the function cannot be sent.
     """
     __tracebackhide__ = True
@@ -53,7 +53,7 @@ def assert_matches_single_process(
 
 
 def difference(here: torch.Tensor, there: torch.Tensor, rtol: float, atol: float) -> str | None:
-    """Say how a tensor differs from what it should be, None if not; without tolerance every bit must be equal."""
+    """Describe how a tensor differs from the expected one; None if it is equal. Without tolerance, compare bits."""
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"it is {here.dtype} of shape {tuple(here.shape)} instead of {there.dtype} of shape {tuple(there.shape)}"
     if torch.equal(bits_of(here), bits_of(there)):

@@ -1,8 +1,8 @@
-"""Asks all ranks of a test what they are doing, in rounds, and concludes from two rounds that agree.
+"""Asks all ranks of a test for their states, in rounds, and decides by two rounds with equal answers.
 
-A round by itself is no snapshot: ranks answer one after the other. But a rank that answers alike in two rounds has not
-moved in between, and between the first round's last answer and the second round's first question all of them were in
-those states at once.
+One round is no snapshot, because ranks answer one after the other. But a rank with equal answers in two rounds did not
+move in between. So between the last answer of the first round and the first question of the second, all of them were in
+these states at the same time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from zeroshard_testing.launcher import Child, ask, text_of
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.stacks import dumped_stack
 
-# Seconds between rounds, and until the first one after news.
+# Seconds between rounds, and from a report to the next round.
 _INTERVAL = 0.1
 _SOON = 0.01
-# How long ranks may take to tell their stacks, in seconds: those with Python's global lock free, and then the others.
+# Seconds in which ranks must report stacks: ranks whose global interpreter lock is free, then the others.
 _DETAILS_TIMEOUT = 0.3
-# And how long those between tests may take to tell what they have issued, on which a verdict depends.
+# Seconds in which ranks between tests must report their operations, on which a verdict depends.
 _COMPARISON_TIMEOUT = 60.0
 _STACKS_TIMEOUT = 1.0
 
 
 class Snapshots:
-    """The rounds of questions to the workers of one test, which is run number ``run``."""
+    """Asks the workers of the test with number ``run`` in rounds."""
 
     def __init__(self, workers: Sequence[Child], run: int) -> None:
         self._workers = workers
@@ -51,16 +51,16 @@ class Snapshots:
         self._before: Mapping[int, RankState] = {}
         self._finished: dict[int, RankState] = {}
         self.aborted: dict[int, RankState] = {}
-        """What ranks were doing when C++ aborted them, by slot."""
+        """The states of ranks when C++ aborted them, by slot."""
         self._there = dict(enumerate(workers))
         self._asking = False
         self.deadlock: Mapping[int, str] = {}
-        """The proof that all ranks which still run wait for ever, if there is one: why, as text by slot."""
+        """The reasons why all ranks that still run wait forever, as text by slot; empty without a proof."""
         self.due = time.monotonic() + _INTERVAL
-        """When the next round begins, on the monotonic clock."""
+        """The time of the next round, on the monotonic clock."""
 
     def ask_when_due(self, now: float) -> None:
-        """Begin a round if it is time and the last one has ended."""
+        """Begin a round if its time has come and the last one has ended."""
         if now < self.due:
             return
         self.due = now + _INTERVAL
@@ -74,39 +74,39 @@ class Snapshots:
                 child.channel.send(question)
 
     def take(self, slot: int, message: Message) -> None:
-        """Take a rank's answer."""
+        """Handle the answer of a rank."""
         if message["round"] == self._round:
             self._answers[slot] = RankState.from_message(message)
             if self._asking and self._answers.keys() >= self._there.keys():
                 self._conclude()
 
     def finish(self, slot: int, state: RankState) -> None:
-        """Take what a rank has issued when its test has ended there; the others may wait for it now."""
+        """Record the operations of a rank whose test has ended; other ranks may wait for it now."""
         self._finished[slot] = state
         self.due = min(self.due, time.monotonic() + _SOON)
 
     def leave(self, slot: int) -> None:
-        """Ask a rank no more, since its process is gone."""
+        """Stop asking a rank whose process is gone."""
         self._there.pop(slot, None)
 
     def mismatch(self) -> str | None:
-        """Return, as text, which group or collective differs between ranks, as far as the latest round tells."""
+        """Return the group or collective that differs between ranks in the latest round, as text."""
         return find_unequal_groups(self._answers) or find_mismatch(self._answers)
 
     def why_failed(self) -> str | None:
-        """Return, as text, in what a rank that has failed had met other tensors, or another group or collective."""
+        """Return how the operation of a failed rank differs from the operations of other ranks, as text."""
         self._collect(self._there.keys() - self.aborted.keys())
         states = {**self._answers, **self.aborted}
-        # What fails on the others follows from the abort.
+        # Errors of the other ranks follow from the abort.
         differs = find_unequal_groups(states) or find_mismatch(states, excuses_failures=False)
         return differs or find_other_tensors(states)
 
     def left_out(self) -> Mapping[int, str]:
-        """Return, as text by slot, what ranks have left out, as far as the latest round tells, failed or not."""
+        """Return the operations that ranks left out in the latest round, as text by slot, for failed ranks too."""
         return find_left_out(self._answers, excuses_failures=False)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
-        """Return, as text by slot, the operations that ranks which all passed have issued differently."""
+        """Return the operations in which ranks differ although all passed, as text by slot."""
         if len(self._finished) < len(self._workers):
             return {}
         states, is_compared, is_ordered = self._finished, "collectives" not in checks_off, "order" not in checks_off
@@ -116,7 +116,7 @@ class Snapshots:
         if is_ordered or (is_compared and collectives_to_compare(states)):
             self._collect(states, _COMPARISON_TIMEOUT)
             if gone := states.keys() - self._answers.keys():
-                # Perhaps ended by gloo just after it had passed.
+                # gloo may have ended the rank just after it passed.
                 what = f": {text}" if (text := self.why_failed()) else ""
                 return dict.fromkeys(gone, f"left before what it has issued could be compared{what}")
             found = find_left_out(self._answers) if is_compared else {}
@@ -126,10 +126,10 @@ class Snapshots:
         return found or ({} if "messages" in checks_off else find_unmatched_messages(states))
 
     def details(self, slots: Sequence[int]) -> Mapping[int, str]:
-        """Return Python stacks and last collective of ranks that still run, by slot."""
+        """Return the Python stacks and the last collective of ranks that still run, by slot."""
         self._collect(self._there)
         states = {slot: self._answers.get(slot, RankState()) for slot in slots}
-        # A thread that may be running writes its own stack: no other one reads its frames.
+        # A thread that may be running writes its own stack, because no other thread may read its frames.
         dumped = self._dumped_stacks([slot for slot, state in states.items() if not state.stacks])
         return {slot: _described(state, state.stacks or dumped[slot]) for slot, state in states.items()}
 
@@ -146,7 +146,7 @@ class Snapshots:
             self.due = time.monotonic()
 
     def _collect(self, slots: Collection[int], timeout: float = _DETAILS_TIMEOUT) -> None:
-        """Make a round at once, with stacks, and wait for it."""
+        """Run a round with stacks at once, and wait for it."""
         self._asking = False
         question = self._next_question(details=True)
         asked = {slot: child for slot, child in self._there.items() if slot in slots}
@@ -155,11 +155,11 @@ class Snapshots:
         self.aborted |= {slot: RankState.from_message(one) for slot, one in answers.items() if one["op"] == "aborted"}
 
     def _is_last_word(self, message: Message) -> bool:
-        """Whether a rank says what it is doing: now, when it is asked, or when it was aborted."""
+        """Return True if the state of a rank is known: by its answer, or from its abort."""
         return message.get("run") == self._run and (message["op"] == "aborted" or message.get("round") == self._round)
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
-        """Have workers write the stack of their main thread from a signal handler, and wait a moment."""
+        """Let workers write the stack of their main thread in a signal handler, and wait a moment."""
         asked: list[tuple[Child, int]] = []
         for child in map(self._workers.__getitem__, slots):
             if child.pid is not None and child.status is None:
@@ -178,7 +178,7 @@ class Snapshots:
 
 
 def _written(child: Child) -> int:
-    """Return how many bytes of stacks a worker has written."""
+    """Return the number of bytes of stacks that a worker has written."""
     return os.fstat(child.stacks.fileno()).st_size
 
 

@@ -1,4 +1,4 @@
-"""What a ``ranks`` marker asks for, as a value, and what is wrong with it when it cannot be read."""
+"""Reads a ``ranks`` marker as a value, or explains why it is invalid."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ BACKENDS: Mapping[str, str] = {
     "emulated": "emulated",
     "fake": "fake",
 }
-"""The command line's names of backends that the marker knows; torch takes any other name as it is."""
+"""Names of backends on the command line, by their names in the marker. Other names are passed to torch."""
 
 CHECKS = ("deadlock", "collectives", "messages", "faults", "races")
-"""What is checked beyond what each rank says of itself; each can be turned off by name."""
+"""Checks besides the outcome of each rank. Each can be turned off by name."""
 
 OPTIONAL_CHECKS = ("order",)
-"""What is checked where it is asked for by name."""
+"""Checks that are off unless a marker turns them on by name."""
 
 _ARGUMENTS = ("backend", "isolation", "timeout", "fake_rank", "init", "checks", "reason")
 
 
 class SpecError(ValueError):
-    """A ``ranks`` marker that means nothing; the text says what to write instead."""
+    """Raised if a ``ranks`` marker is invalid. The text says what to write instead."""
 
 
 @dataclass(frozen=True)
 class RanksSpec:
-    """One way in which one test is to run.
+    """The arguments of a ``ranks`` marker for one run of a test.
 
-    ``isolation`` is ``"group"`` for a fresh process group, ``"process"`` for fresh processes, ``"none"`` for one group
-    per module. ``timeout`` is in seconds, None for the run's. ``fake_rank`` is the rank that the one process of
-    the backend ``"fake"`` stands for. ``init`` says whether the default process group is initialised, ``checks_off``
-    which `CHECKS` are off, ``checks_on`` which `OPTIONAL_CHECKS` are on.
+    ``isolation`` is ``"group"`` for a new process group, ``"process"`` for new processes, ``"none"`` for one group per
+    module. ``timeout`` is in seconds; None means the timeout of the run. ``fake_rank`` is the rank of the only process
+    of the backend ``"fake"``. ``init`` says whether the default process group is initialised, ``checks_off`` which
+    `CHECKS` are off, ``checks_on`` which `OPTIONAL_CHECKS` are on.
     """
 
     world_size: int
@@ -64,23 +64,23 @@ class RanksSpec:
 
     @property
     def ranks(self) -> list[int]:
-        """Rank in the process group of each worker process that the test needs."""
+        """The ranks in the process group of the worker processes that the test needs."""
         return [self.fake_rank] if self.backend == "fake" else list(range(self.world_size))
 
     @property
     def backend_name(self) -> str:
-        """The backend as the command line names it, such as ``"gloo-cpu"``."""
+        """The name of the backend on the command line, such as ``"gloo-cpu"``."""
         return BACKENDS.get(self.backend, self.backend)
 
     @property
     def test_id(self) -> str:
-        """The text in the brackets of the test's id, such as ``"2-gloo"``."""
+        """The text in brackets in the test's id, such as ``"2-gloo"``."""
         suffix = f"-rank{self.fake_rank}" if self.fake_rank else ""
         return f"{self.world_size}-{self.backend}{suffix}"
 
 
 def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSpec]:
-    """Read the arguments of one ``@pytest.mark.ranks``: one spec for each backend and world size."""
+    """Return the specs of one ``@pytest.mark.ranks``, one for each backend and world size."""
     sizes = list(args)
     if not sizes:
         raise SpecError("name at least one world size, as in @pytest.mark.ranks(2)")
@@ -101,7 +101,7 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
 
 
 def parse_checks(text: str | Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Read which checks are turned off, and on, from such words or a list of them; return sorted names."""
+    """Return the sorted names of the checks that are turned off, and on, by a string or a list."""
     words = text.replace(",", " ").split() if isinstance(text, str) else list(text)
     on = {word for word in words if word in OPTIONAL_CHECKS}
     for word in set(words) - on:

@@ -1,4 +1,4 @@
-"""Readable Python stacks: without the frames and threads that every worker has."""
+"""Renders Python stacks without the frames and threads that every worker has."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 OWN_THREADS = "ranks-harness-"
-"""How the names of this package's own threads begin."""
+"""The prefix of the names of this package's threads."""
 
 OWN_CODE = str(Path(__file__).parent)
-"""The folder of this package, in which wrappers of torch's functions are."""
+"""The folder of this package, which has wrappers of torch's functions."""
 
 _BELOW_THE_TEST = re.compile(
     r"[/\\]zeroshard_testing[/\\](worker|execution|rank_plugin)\.py|[/\\]_pytest[/\\]|[/\\]pluggy[/\\]"
@@ -39,11 +39,11 @@ def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
     """
     thresholds = gc.get_threshold()
     if sys.version_info < (3, 12):
-        # Not by gc.disable(), which tests use themselves.
+        # Not with gc.disable(), which tests use themselves.
         gc.set_threshold(0)
     try:
         frames = sys._current_frames()
-        # This function's own would keep all of them alive, in a cycle through its callers.
+        # Its own frame would keep all of them alive, in a cycle through its callers.
         del frames[threading.get_ident()]
         yield frames
     finally:
@@ -52,9 +52,9 @@ def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
 
 
 def python_stacks() -> str:
-    """Render the stacks of this process's threads but this package's own, the one that runs the test first.
+    """Render the stacks of this process's threads except this package's own, the thread of the test first.
 
-    For a process whose other threads are known to wait, as `frames_of_threads` needs it.
+    All other threads must be known to wait, see `frames_of_threads`.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -71,13 +71,13 @@ def python_stacks() -> str:
 
 
 def dumped_stack(text: str) -> str:
-    """Render the last stack that `faulthandler` wrote as `python_stacks` renders one; empty if it wrote no frame."""
+    """Render the last stack that `faulthandler` wrote, as `python_stacks` does; empty if it wrote no frame."""
     latest = _DUMPED_FRAME.findall(text.rpartition("(most recent call first)")[2])
     return _render([traceback.FrameSummary(path, int(line), name) for path, line, name in reversed(latest)])
 
 
 def _render(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Render the frames of a stack, the latest call last, without those below the test and of what records waits."""
+    """Render the frames of a stack, the latest call last, without frames below the test and of the wait recorder."""
     own = [place for place, entry in enumerate(frames) if _BELOW_THE_TEST.search(entry.filename)]
     entries = frames[own[-1] + 1 :] if own else frames
     shown = [entry for entry in entries if not _ABOVE_THE_WAIT.search(entry.filename)]
@@ -85,17 +85,17 @@ def _render(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def is_below_the_test(path: str) -> bool:
-    """Whether a file holds frames below the test: of pytest, or of this package as it calls one."""
+    """Return True for files of pytest, and of this package's code that calls tests, whose frames are below the test."""
     return _BELOW_THE_TEST.search(path) is not None
 
 
 def is_harness(path: str) -> bool:
-    """Whether a file is pytest's or this package's."""
+    """Return True for files of pytest and of this package."""
     return path.startswith(OWN_CODE) or is_below_the_test(path)
 
 
 def readable_stacks(text: str) -> str:
-    """Leave the frames below the test out of what `faulthandler` wrote, unless there are no others."""
+    """Remove the frames below the test from a stack of `faulthandler`, unless it has no others."""
     whole = _MODULES.sub("", text)
     above = _FRAMES_BELOW.sub("", whole)
     return (above if ' File "' in above else whole).strip()

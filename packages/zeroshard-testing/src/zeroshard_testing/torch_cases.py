@@ -1,9 +1,9 @@
-"""Test cases for PyTorch's ``MultiProcessTestCase``, unchanged, on the ranks of this plugin.
+"""Runs unchanged test cases for PyTorch's ``MultiProcessTestCase`` on the ranks of this plugin.
 
 Every rank calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` around each test, and takes the
 environment variables that they have set on the last rank. What they set on ``self`` does not reach the body, as with
 PyTorch's runner. A body that ends its process on purpose (``special_return_code_checks``, ``skip_return_code_checks``)
-fails. ``MultiThreadedTestCase`` and ``MultiProcContinuousTest`` are refused.
+fails. ``MultiThreadedTestCase`` and ``MultiProcContinuousTest`` are not supported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def as_rank_tests(
     *world_sizes: int,
     methods: Iterable[str] | None = None,
     init: bool = False,
-    **marker_options: Any,  # noqa: ANN401 - those of the marker
+    **marker_options: Any,  # noqa: ANN401 - the arguments of the marker
 ) -> type:
     """Return a class for pytest that runs the methods of ``case_class`` on ranks; its name must begin with ``Test``.
 
@@ -36,14 +36,14 @@ def as_rank_tests(
         case_class: a subclass of ``torch.testing._internal.common_distributed.MultiProcessTestCase``. pytest collects
             it as well if the test module binds it to a name; the result may take that name.
         *world_sizes: numbers of ranks, as in ``@pytest.mark.ranks``; they replace the ``world_size`` of ``case_class``.
-        methods: names of the methods to run; by default all that begin with ``test``.
-        init: False if ``case_class`` makes its process groups itself, be it in its methods or in its ``_run``. True if
-            its methods expect the default process group: the plugin makes it, and ``_run`` is not called.
+        methods: names of the methods to run; by default all methods whose names begin with ``test``.
+        init: False if ``case_class`` makes its process groups itself, in its methods or in its ``_run``. True if its
+            methods expect the default process group: then the plugin makes it, and does not call ``_run``.
         **marker_options: further arguments of the marker, such as ``backend`` and ``timeout`` (seconds).
 
     Raises:
-        TypeError: ``case_class`` is no ``MultiProcessTestCase``.
-        AttributeError: ``case_class`` has no method of a name in ``methods``.
+        TypeError: if ``case_class`` is not a ``MultiProcessTestCase``.
+        AttributeError: if ``case_class`` lacks a method in ``methods``.
     """
     if not issubclass(case_class, case_modules()[0].MultiProcessTestCase):
         raise TypeError(f"as_rank_tests takes a subclass of MultiProcessTestCase, not {case_class!r}")
@@ -61,7 +61,7 @@ def _rank_test(case_class: type[Any], name: str, init: bool) -> Callable[..., No
 
     test.__name__, test.__doc__ = name, body.__doc__
     test.pytestmark = [*getattr(body, "pytestmark", ())]  # type: ignore[attr-defined]  # where pytest keeps marks
-    # Notes that decorators of unittest and of PyTorch leave for the runner.
+    # Attributes that decorators of unittest and of PyTorch set for the runner.
     for noted in (body, case_class):
         if getattr(noted, "__unittest_skip__", False):
             test = pytest.mark.skip(reason=getattr(noted, "__unittest_skip_why__", ""))(test)
@@ -71,10 +71,10 @@ def _rank_test(case_class: type[Any], name: str, init: bool) -> Callable[..., No
 
 
 def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, folder: Path, init: bool) -> None:
-    """Do on one rank what PyTorch's runner does in its own process, and between that, what it does in the rank's."""
+    """Run on one rank the code of PyTorch's runner process, and within that, the code of its rank processes."""
     rank_class = _rank_class(case_class, world_size, init)
     store = FileStore(str(folder / "store"))
-    # The last rank, because reports begin with rank 0, and the wait below explains no failure.
+    # On the last rank, because reports begin with rank 0, and the wait below explains no failure.
     is_main = rank == world_size - 1
     before = dict(os.environ)
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
             store.set("set up", json.dumps([main.file_name, dict(os.environ.items() - before.items())]))
         file_name, environment = json.loads(store.get("set up"))
         os.environ.update(environment)
-        # After a failure or a skip only on this rank, others wait for it in turn.
+        # If only this rank fails or skips, the others wait for it.
         patience = timedelta(seconds=1)
         try:
             with _exit_codes_understood(rank_class):
@@ -97,7 +97,7 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
         finally:
             store.set(f"{rank} ended", "")
             if is_main:
-                # The tearDown of this rank removes what the others may still use.
+                # The tearDown of this rank removes resources that the others may still use.
                 with suppress(DistStoreError):
                     store.wait([f"{other} ended" for other in range(world_size)], patience)
 
@@ -109,26 +109,26 @@ def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]
     def run_test(self: Any, test_name: str, _: object) -> None:  # noqa: ANN401 - an instance of the class below
         of_all.set_rng_seed()
         with self.cleanups:
-            # The constructor has replaced the method; on an instance with a rank it calls the body.
+            # The constructor has replaced the method. It calls the body if the instance has a rank.
             getattr(self, test_name)()
             type(self).body_returned = True
 
     def add_cleanup(self: Any, function: Callable[..., object], /, *args: object, **kwargs: object) -> None:  # noqa: ANN401
-        # unittest's own drops the errors of cleanups where it has no runner.
+        # unittest's own method drops the errors of cleanups if it has no runner.
         self.cleanups.callback(function, *args, **kwargs)
 
     members = {"run_test": run_test, "body_returned": False, "world_size": world_size}
     members |= {"cleanups": cached_property(lambda _: ExitStack()), "addCleanup": add_cleanup}
     members |= dict.fromkeys(START_PROCESSES, lambda *_: None)
     if init:
-        # The one that makes no process group.
+        # This method makes no process group.
         members[RUN_CASE] = vars(of_ranks.MultiProcessTestCase)[RUN_CASE]
     return type(case_class.__name__, (case_class,), {**_names_of(case_class), **members})
 
 
 @contextmanager
 def _exit_codes_understood(rank_class: type[Any]) -> Iterator[None]:
-    """Turn the exit codes by which PyTorch's decorators skip into skips; let the `_run` of a class exit with 0."""
+    """Turn exit codes of PyTorch's decorators into skips; let the `_run` of a class exit with 0."""
     try:
         yield
     except SystemExit as exit_:

@@ -1,4 +1,4 @@
-"""From the outcomes of all ranks to one verdict: pure functions, and the one place that decides what a pass is."""
+"""Computes one verdict from the outcomes of all ranks, with pure functions. Only this module defines a pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANK_ARGUMENT = re.compile(r"\brank = \d+")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a test ended: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
+    """The result of a test: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
 
     ``summary`` is one line, the root cause with its ranks or the reason of a skip, ``text`` the whole report of a
     failure. The root cause's ``path`` and ``line`` (1-based) are empty and 0 if unknown.
@@ -29,7 +29,7 @@ class Verdict:
 
 
 class RanksFailure(Exception):  # noqa: N818 - a verdict about the test, as pytest's own Failed
-    """A test has failed on its ranks. What happened there is in ``verdict``; outside pytest the text is the report."""
+    """Raised if a test fails on its ranks. ``verdict`` has the details; outside pytest the text is the report."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(f"{verdict.summary}\n{verdict.text}")
@@ -37,12 +37,11 @@ class RanksFailure(Exception):  # noqa: N818 - a verdict about the test, as pyte
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
-    """Decide how a test ended, by how it ended on each of its ranks.
+    """Return the verdict of a test, given its outcomes on all ranks.
 
-    A test passes only if every rank reports that it did, and is skipped only if all ranks skip. It fails as expected if
-    every rank does; one that passes where failing is optional does not matter, nor, where a mark expected the failure,
-    one that is stuck or cut off as a consequence. Everything else is a failure, whose report tells causes before
-    consequences and each traceback once.
+    A test passes only if every rank reports a pass, and is skipped only if all ranks skip. It fails as expected if
+    every rank does. Ranks may also pass if failing is optional, and hang or lose a peer if a mark expected the failure.
+    Every other result is a failure, whose report shows causes before consequences, and each traceback once.
     """
     ended = [outcome for outcome in outcomes.values() if outcome.kind != kinds.FAULTED]
     found = {outcome.kind for outcome in ended} or {kinds.PASSED}
@@ -65,7 +64,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
 
 
 def _follows(outcome: Outcome) -> bool:
-    """Whether a rank ended so because another one had failed."""
+    """Return True if a rank ended because another one had failed."""
     return outcome.kind in (kinds.STOPPED, kinds.DEADLOCKED) or _is_echo(outcome)
 
 
@@ -83,7 +82,7 @@ def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
 
 
 def _grouped(outcomes: Mapping[int, Outcome]) -> list[tuple[list[int], Outcome]]:
-    """Return ranks that ended alike with the earliest outcome of theirs, causes first."""
+    """Return groups of ranks with equal outcomes, each with its earliest outcome, causes first."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, outcome in sorted(outcomes.items()):
         if outcome.kind not in (kinds.PASSED, kinds.XPASSED, kinds.FAULTED):
@@ -99,7 +98,7 @@ def _nearness_to_cause(outcome: Outcome) -> int:
     if _is_echo(outcome):
         return 4
     if outcome.kind in (kinds.SKIPPED, kinds.XFAILED):
-        # A mark expects it of every rank.
+        # A mark expects the failure on every rank.
         return 7 if outcome.by_mark else 2
     return {kinds.DIED: 0, kinds.FAILED: 1, kinds.DEADLOCKED: 3, kinds.TIMED_OUT: 5}.get(outcome.kind, 6)
 
@@ -110,7 +109,7 @@ def _section(ranks: list[int], outcome: Outcome) -> str:
 
 
 def _name(ranks: list[int]) -> str:
-    """Return such as ``"rank 3"`` or ``"ranks 0, 2-5"``."""
+    """Return text such as ``"rank 3"`` or ``"ranks 0, 2-5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

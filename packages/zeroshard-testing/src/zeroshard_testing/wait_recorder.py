@@ -1,9 +1,9 @@
-"""What each thread of this process waits for from other ranks, and which collectives and messages it has issued.
+"""Records the waits of each thread of this process for other ranks, and its collectives and messages.
 
-The methods of process groups that issue and those that wait are wrapped, in worker processes only: an entry in a
-dictionary for each wait, which Python's global lock makes atomic, so that another thread can read it, and one for each
-message, under a lock of its group. What C++ issues, such as the reductions of DistributedDataParallel and functional
-collectives, does not pass here: torch's sequence numbers tell that there was something, and its flight recorder what.
+In worker processes only, it wraps the methods of process groups that issue operations or wait. Each wait is an entry in
+a dictionary, which another thread can read because Python's global lock makes the update atomic; each message is an
+entry under a lock of its group. Operations of C++, such as the reductions of DistributedDataParallel and functional
+collectives, are not recorded here: torch's sequence numbers count them, and its flight recorder describes them.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from zeroshard_testing.faults import Faults
 from zeroshard_testing.rank_state import Awaited, Operation, group_key
 
 ANY_SOURCE = -1
-"""The peer of a receive that takes a message from any rank."""
+"""The peer of a receive from any rank."""
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _MESSAGE_ARGUMENTS = ("tensors", "dstRank", "srcRank", "tag")
 _KEPT = 512
 _MESSAGES_KEPT = 64
-# Seconds to wait for a thread that is just issuing a message, which may block until the peer opens a connection.
+# Seconds to wait for a thread that is issuing a message, which may block until the peer opens a connection.
 _ISSUING_TIMEOUT = 1.0
 
 
 def described(tensors: object, originals: Mapping[tuple[int, ...], torch.Tensor] | None = None) -> str:
-    """Return tensors as reports show them, with the originals, by address and shape, in place of views of them."""
+    """Return tensors as text for reports. Views are replaced by the originals, by address and shape."""
     if isinstance(tensors, torch.Tensor):
         one = originals.get((tensors.data_ptr(), *tensors.shape), tensors) if originals else tensors
         text = f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
@@ -69,9 +69,9 @@ def described(tensors: object, originals: Mapping[tuple[int, ...], torch.Tensor]
 
 @dataclass(frozen=True)
 class Issued:
-    """What a work object stands for: a message (``"send"`` or ``"recv"``), or a ``"collective"`` by its number.
+    """The operation of a work object: a message (``"send"`` or ``"recv"``), or a ``"collective"`` by its number.
 
-    A message's peer is a rank of the group, or `ANY_SOURCE`; its number says how many alike were issued before.
+    The peer of a message is a rank of the group, or `ANY_SOURCE`; its number counts earlier messages of its kind.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Issued:
 
 @dataclass
 class Messages:
-    """The messages of one kind, peer and tag in a group: how many there were, and the latest of them in words."""
+    """The messages of one kind, peer and tag in a group: their number, and the latest as text."""
 
     count: int = 0
     latest: deque[str] = field(default_factory=lambda: deque(maxlen=_MESSAGES_KEPT))
@@ -91,12 +91,12 @@ class Messages:
 
 @dataclass
 class GroupRecord:
-    """What was issued in one process group from Python, and what of it has ended with an exception.
+    """The operations that Python issued in one process group, and whether they raised.
 
-    Messages are by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
-    sequence numbers: ``numbers`` is how many all of them took, ``surplus`` how many more, or fewer, torch counts here.
-    The checksum is of all of them, in order. Of an unlisted group, which torch does not know by rank, only messages are
-    looked at.
+    Messages are keyed by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
+    sequence numbers: ``numbers`` counts the numbers of all collectives, ``surplus`` is torch's count minus that. The
+    checksum covers all collectives, in order. Of an unlisted group, which torch does not know by rank, only messages
+    are compared.
     """
 
     messages: dict[tuple[str, int, int], Messages] = field(default_factory=lambda: defaultdict(Messages))
@@ -110,7 +110,7 @@ class GroupRecord:
     _issuing: threading.RLock = field(default_factory=threading.RLock)
 
     def count(self, number: int, operation: Operation, latest: int) -> None:
-        """Count a collective that has been issued, with its number and the latest one that the group has taken."""
+        """Count an issued collective, given its number and the latest sequence number of the group."""
         self.collectives[number] = operation
         if operation.name == "monitored_barrier":
             # The flight recorder counts two on every rank; the sequence number of rank 0 two for each other rank.
@@ -122,7 +122,7 @@ class GroupRecord:
         self.checksum = zlib.crc32(text.encode(), self.checksum)
 
     def latest_collectives(self, recorded: Iterable[Recorded]) -> dict[int, Operation]:
-        """Return the latest collectives by number: as Python issued them, else as the flight recorder shows."""
+        """Return the latest collectives by number: as Python issued them, else as the flight recorder has them."""
         found = dict(self.collectives)
         for one in recorded:
             known = self.collectives.get(one.number)
@@ -131,7 +131,7 @@ class GroupRecord:
 
     @contextmanager
     def no_message_half_counted(self) -> Iterator[None]:
-        """Keep other threads from issuing messages: torch has numbered one before it is counted here."""
+        """Block messages of other threads, because torch numbers a message before it is counted here."""
         held = self._issuing.acquire(timeout=_ISSUING_TIMEOUT)
         try:
             yield
@@ -142,10 +142,10 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Wait:
-    """One thread's wait: the object whose method it is in, with the arguments, and what that stands for, if known.
+    """The wait of one thread: the object whose method it is in, the arguments, and the operation, if known.
 
-    The serial number tells it from every other wait of the process. It gives up at ``until`` on the monotonic clock,
-    None if that is unknown here.
+    The serial number is unique in the process. The wait times out at ``until`` on the monotonic clock; None if that is
+    unknown.
     """
 
     serial: int
@@ -156,25 +156,25 @@ class Wait:
 
 
 class WaitRecorder:
-    """The waits of this process's threads, what works stand for, which groups are made, and what was issued in them.
+    """Records the waits of this process's threads, the operations of works, groups in the making, and operations.
 
-    There is one of it in a worker; `record_waits` makes it. Threads enter and leave their own waits only.
+    A worker has one, which `record_waits` makes. Threads enter and leave only their own waits.
     """
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
-        # Of waits and collectives.
+        # The serial numbers of waits and collectives.
         self._serials = itertools.count()
         self.current: dict[int, Wait | None] = {}
-        """What each thread waits for, by `threading.get_ident`."""
+        """The wait of each thread, by `threading.get_ident`."""
         self.making: dict[int, tuple[Awaited, float | None]] = {}
-        """Which group each thread is making, by `threading.get_ident`; it gives up as `Wait.until` says."""
+        """The group that each thread is making, by `threading.get_ident`, with its timeout as in `Wait.until`."""
         self.issuing: dict[int, dist.ProcessGroup | None] = {}
-        """In which group each thread is issuing a collective, by `threading.get_ident`."""
+        """The group in which each thread is issuing a collective, by `threading.get_ident`."""
         self.callbacks: set[object] = set()
-        """A mark for each callback of a future that has not ended: it may issue something, in a thread of C++."""
+        """A mark for each unfinished callback of a future, which may issue operations in a thread of C++."""
         self.begun: Counter[str] = Counter()
-        """How often each place in each group was taken in a test, as `RankState.begun`: ranks leave it one by one."""
+        """How often each place in each group was taken in a test, see `RankState.begun`. Ranks leave it one by one."""
         self._made: Counter[str] = Counter()
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Any, Issued] = weakref.WeakKeyDictionary()
@@ -186,22 +186,22 @@ class WaitRecorder:
 
     def unlisted(self) -> list[dist.ProcessGroup]:
         """Return the groups with messages that torch does not list."""
-        # The references are listed at once; another thread may make a group while they are followed.
+        # List the references first, because another thread may make a group during the loop.
         groups = [group for reference in self._groups.keyrefs() if (group := reference()) is not None]
         return [group for group in groups if (record := self._groups.get(group)) and record.unlisted]
 
     def begin_test(self) -> None:
-        """Forget the groups made in the last test, and those that torch does not list: names come again."""
-        # What a thread is still making counts for the last one, and so do callbacks.
+        """Forget the groups of the last test, and groups that torch does not list, because names are used again."""
+        # A group that a thread is still making belongs to the last test, and so do callbacks.
         self.begun, self._made, self.callbacks = Counter(), Counter(), set()
         for group in self.unlisted():
             self._groups.pop(group, None)
 
     def make_group(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - what torch returns
-        """Make a group, on record from before it begins; a rank that is no member has no place in it."""
+        """Make a group, which is recorded from the start of the call. Only members have a place in it."""
         __tracebackhide__ = True
         given = inspect.signature(call).bind(*arguments, **named).arguments
-        # The default group's members are not named.
+        # The call for the default group does not name its members.
         key = group_key(given["group_name"], given["global_ranks_in_group"] or range(given["group_size"]))
         made, me = self._made, threading.get_ident()
         self.begun[f"{key} {given['group_rank']}"] += 1
@@ -210,29 +210,29 @@ class WaitRecorder:
             group = call(*arguments, **named)
         finally:
             del self.making[me]
-        # An attempt that has failed may have met nobody, so it does not count.
+        # A failed attempt may have met no other rank, so it does not count.
         made[key] += 1
         return group
 
     def collectives_in(self, group: dist.ProcessGroup) -> int:
-        """Return how many collectives were issued in a group, from C++ too; raises if the backend does not count."""
+        """Return the number of collectives of a group, from C++ too; raise if the backend does not count."""
         record = self.of_group(group)
         if record.unlisted:
             return 0
         with record.no_message_half_counted():
-            # The group numbers collectives and messages alike.
+            # The group counts collectives and messages together.
             return sequence_number(group) - record.surplus - sum(one.count for one in record.messages.values())
 
     def collective(
         self, title: str, place: int, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - what torch returns
-        """Issue a collective; the argument at a place, counted without the group, holds its tensors."""
+        """Issue a collective, whose tensors are the argument at a position, not counting the group."""
         __tracebackhide__ = True
         if self._faults.armed and (instead := self._faults._reach(title)) is not None:
             return instead
         values = [*arguments[1:], *named.values()]
         tensors = described(values[place]) if 0 <= place < len(values) else ""
-        # Perhaps a view of complex numbers as real ones.
+        # The tensor may be a view of complex numbers as real ones.
         if ("[2]" in tensors or " 2]" in tensors) and (originals := complex_arguments(sys._getframe(2))):
             tensors = described(values[place], originals)
         root = max((getattr(value, "rootRank", -1) for value in values), default=-1) if title in _ROOTED else -1
@@ -241,7 +241,7 @@ class WaitRecorder:
         return self._issue(arguments[0], operation, lambda: call(*arguments, **named))
 
     def message(self, kind: str, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - what torch returns
-        """Issue a message, and note it with the work that stands for it."""
+        """Issue a message, and record it with its work."""
         __tracebackhide__ = True
         if self._faults.armed and (instead := self._faults._reach(kind)) is not None:
             return instead
@@ -259,7 +259,7 @@ class WaitRecorder:
         return work
 
     def _issue(self, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
-        """Issue a collective, on record while and after it is issued."""
+        """Issue a collective, which is recorded during and after the call."""
         __tracebackhide__ = True
         record = self.of_group(group)
         if record.unlisted:
@@ -269,7 +269,7 @@ class WaitRecorder:
         except (RuntimeError, AttributeError):
             # The backend does not count.
             return call()
-        # Pending while it is issued: torch's debug level DETAIL lets ranks wait for one another there.
+        # Pending during the call: with torch's debug level DETAIL, ranks wait for each other there.
         record.collectives[number] = replace(operation, pending=True)
         record.collectives.pop(number - _KEPT, None)
         me = threading.get_ident()
@@ -279,7 +279,7 @@ class WaitRecorder:
             work = call()
         except BaseException:
             if self.collectives_in(group) < number:
-                # It was refused, and so was not issued.
+                # torch refused the collective, so it was not issued.
                 record.collectives.pop(number, None)
             else:
                 record.failed_collectives.add(number)
@@ -293,7 +293,7 @@ class WaitRecorder:
         return work
 
     def wait(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the wrapped method returns
-        """Call a method that waits, with the wait on record for as long."""
+        """Call a method that waits, and record the wait during the call."""
         __tracebackhide__ = True
         owner, *others = arguments
         issued = self._works.get(owner) if isinstance(owner, Work) else None
@@ -310,7 +310,7 @@ class WaitRecorder:
             self.current[me] = outer
 
     def callback(self, call: Callable[..., Any], future: Any, run: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a future
-        """Add a callback to a future, on record until it has ended."""
+        """Add a callback to a future, and record it until it has ended."""
         callbacks, mark = self.callbacks, object()
 
         def recorded(done: Any) -> Any:  # noqa: ANN401 - as the callback
@@ -333,9 +333,9 @@ class WaitRecorder:
 
 
 def record_waits(faults: Faults) -> WaitRecorder:
-    """Wrap torch's methods, once in a process, and return the record that the wrappers keep.
+    """Wrap torch's methods, once in a process, and return the record of the wrappers.
 
-    Faults strike before each operation that is issued.
+    Faults strike before an operation is issued.
     """
     recorder = WaitRecorder(faults)
     barrier = (dist.ProcessGroup, "monitored_barrier")
@@ -347,7 +347,7 @@ def record_waits(faults: Faults) -> WaitRecorder:
         _wrap(dist.ProcessGroup, name, partial(recorder.message, name.removesuffix("_anysource")))
     for name, (title, place) in GROUP_METHODS.items():
         _wrap(dist.ProcessGroup, name, partial(recorder.collective, title, place))
-    # Without it the header of the run says that deadlocks are not proven.
+    # If torch lacks it, the header of the run says that deadlocks are not proven.
     with suppress(LookupError):
         group_constructor()
         _wrap(dist.distributed_c10d, GROUP_CONSTRUCTOR, recorder.make_group)
@@ -355,7 +355,7 @@ def record_waits(faults: Faults) -> WaitRecorder:
 
 
 def _wrap(owner: object, name: str, record: Callable[..., Any]) -> None:
-    """Replace a function, if there is one of this name, by what calls it through a record."""
+    """Replace a function, if there is one of this name, by a wrapper that records calls."""
     function = getattr(owner, name, None)
     if function is None:
         return
@@ -370,7 +370,7 @@ def _wrap(owner: object, name: str, record: Callable[..., Any]) -> None:
 
 def _end_of(owner: object, issued: Issued | None, arguments: Iterable[Any]) -> float | None:
     for value in arguments:
-        # Zero means none of its own.
+        # Zero means no timeout of its own.
         if isinstance(value, timedelta) and value:
             return monotonic() + value.total_seconds()
     if isinstance(owner, Store):

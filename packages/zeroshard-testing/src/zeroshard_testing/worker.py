@@ -1,6 +1,6 @@
-"""What a process of the pool becomes: a rank, or the host of the store, which also looks what the machine has.
+"""The main loops of processes of the pool: a rank, or the host of the store, which also describes the machine.
 
-A rank takes tests from the controller, in a loop, and reports how each of them ended.
+A rank receives tests from the controller in a loop, and reports the outcome of each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Messages = queue.SimpleQueue[tuple[Message, bytes] | ClosedError]
 
 
 def run_child(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
-    """Become what ``kind`` in the request says, and return when the controller no longer needs this process.
+    """Run as the ``kind`` in the request, and return when the controller no longer needs this process.
 
     ``stacks`` is the descriptor of the file for Python stacks.
     """
@@ -50,8 +50,8 @@ def _open_streams() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - a descriptor, open for good
-    # Whole lines, at once: what a rank wrote just before it was killed is often what explains it, and ranks that share
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - a descriptor that stays open
+    # Write whole lines at once: the last output of a killed rank often explains its end, and ranks that share
     # a terminal do not cut each other's lines.
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
@@ -60,8 +60,8 @@ def _open_streams() -> None:
 def _host_store(channel: Channel) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it unseen
 
-    # An IPv4 socket of our own: for peers on the dual-stack socket that TCPStore opens by itself it resolves an
-    # IPv4-mapped address to a name, and now and then that lookup stalls for seconds.
+    # Pass an IPv4 socket: for peers on the dual-stack socket that TCPStore opens by itself, it resolves an
+    # IPv4-mapped address to a name, and that lookup sometimes stalls for seconds.
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
     _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -79,7 +79,7 @@ def _host_store(channel: Channel) -> None:
 
 
 def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
-    """Run tests until the controller closes the channel, or says that there are no more.
+    """Run tests until the controller closes the channel, or ends the run.
 
     The request has the ``port`` of the shared store, a ``temporary`` folder of this worker's own, and ``coverage`` as
     `zeroshard_testing.coverage_on_ranks` needs it. ``stacks`` is the descriptor of a file for Python stacks.
@@ -87,9 +87,9 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
     refuse_on_this_process()
     rank = Rank(channel, request, session)
     call_before_abort(lambda: channel.send(_answer("aborted", rank.inspector, rank.inspector.run)))
-    # Of one thread: to walk those that are just beginning or ending crashes Python 3.11.
+    # One thread only: walking threads that start or end crashes Python 3.11.
     faulthandler.enable(stacks, all_threads=False)
-    # The controller's way to ask a rank that does not answer.
+    # The controller sends it to a rank that does not answer.
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False, chain=False)
     save_coverage = measure_coverage(request["coverage"])
     messages: _Messages = queue.SimpleQueue()
@@ -107,18 +107,18 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
         if message["op"] == "run":
             outcome, result = rank.run(message, payload)
             if os.getpid() != pid:
-                # A copy of this process that the test has forked speaks for no rank.
+                # A process that the test forked from this one does not report for the rank.
                 os._exit(1)
             rank.inspector.end()
             rank.groups.end(message)
             for stream in (sys.stdout, sys.stderr):
-                # A test may have put anything in their place.
+                # A test may have replaced them.
                 with contextlib.suppress(Exception):
                     stream.flush()
             if not outcome.is_clean:
-                # This process will be replaced.
+                # The controller replaces this process.
                 save_coverage()
-            # A reference left here would close the group's connections on the next test's time.
+            # A reference here would delay closing the group's connections into the next test.
             set_rank_values()
             ended = _look(rank.inspector, message["run"], details=False)
             report = {**outcome.to_message(), "state": ended.to_message(), "held": rank.held()}
@@ -130,7 +130,7 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
             channel.send({"op": "torn down", "error": rank.tear_down(message["keep"])})
         else:
             save_coverage()
-            # As Python waits at its end, but not for ever: an executor's thread may be idle.
+            # Python waits for them at exit. Wait no longer than this: a thread of an executor may be idle.
             deadline = time.monotonic() + 0.2
             for thread in {*threading.enumerate()} - {threading.main_thread()}:
                 if not thread.daemon:
@@ -140,9 +140,9 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
 
 
 def _read(channel: Channel, messages: _Messages, inspector: RankInspector) -> None:
-    """Keep tests for the main thread, and answer questions from this one, so that a rank tells what it does meanwhile.
+    """Pass tests to the main thread, and answer questions in this one, so that a rank reports its state during a test.
 
-    From now on only this thread receives from the channel.
+    Only this thread receives from the channel from now on.
     """
     try:
         while True:
@@ -163,12 +163,12 @@ def _answer(op: str, inspector: RankInspector, run: int, question: int = 0, *, d
 def _look(inspector: RankInspector, run: int, *, details: bool) -> RankState:
     try:
         return inspector.look(run, details=details)
-    except Exception as error:  # noqa: BLE001 - what cannot be observed is unknown, and the process must live on
+    except Exception as error:  # noqa: BLE001 - the state is unknown then, and the process must continue
         return RankState(stacks=f"(this rank could not be observed: {error!r})")
 
 
 def main(description: Message, request: Message, channel: int, stacks: int) -> None:
-    """Become a child of a launcher that does not fork, with the descriptors of a socket and a file. Does not return."""
+    """Run as a child of a launcher that does not fork, given the descriptors of a socket and a file. Never returns."""
     control = socket.socket(fileno=channel)
     run_idle_pytest(description, lambda session: run_child(Channel(control), request, stacks, session))
     os._exit(0)
