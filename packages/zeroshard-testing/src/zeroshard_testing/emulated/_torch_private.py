@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-# There is no public way to a group of a backend that torch.distributed does not list, and that may run beside another.
+# No public function makes a group of a backend that torch.distributed does not list, and that runs beside another.
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - torch's stubs lack both
-    """Return a gloo process group that `torch.distributed` does not know of. Blocks until all ranks have called."""
+    """Return a gloo process group that `torch.distributed` does not list. Blocks until all ranks call it."""
     return ProcessGroupGloo(store, rank, size, timeout)

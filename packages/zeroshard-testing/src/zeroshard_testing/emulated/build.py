@@ -1,7 +1,7 @@
 """Compiles the emulated accelerator, once for each version of torch, of Python and of its sources, into a cache.
 
-The cache is ``$ZEROSHARD_CACHE``, or ``zeroshard-testing`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Processes that come
-at the same time wait for the first of them.
+The cache is ``$ZEROSHARD_CACHE``, or ``zeroshard-testing`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Processes that need
+the extension at the same time wait for the first of them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MODULE = "zeroshard_emulated"
 """The name under which Python imports the extension."""
 
 _SOURCES = Path(__file__).parent / "csrc"
-# Optimising more takes twice the time to compile, and the kernels are torch's anyway.
+# A higher level doubles the time of compilation, and the kernels are torch's.
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w", "-DUSE_DISTRIBUTED", f"-DTORCH_EXTENSION_NAME={MODULE}")
-# Seconds for a compilation, and for that of another process before it.
+# Seconds for a compilation, and for a compilation of another process before it.
 _BUILD_PATIENCE = 600.0
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 class BuildError(RuntimeError):
-    """The extension cannot be compiled, or what the cache holds cannot be used; the text names the file."""
+    """Raised if the extension cannot be compiled, or the cache is unusable. The text names the file."""
 
 
 def why_unavailable() -> str | None:
-    """Say what this machine lacks to compile the extension, None if nothing."""
+    """Return what this machine lacks to compile the extension; None if nothing."""
     if sys.platform not in ("linux", "darwin"):
         return f"backend emulated runs on Linux and macOS, not on {sys.platform}"
     if library().exists():
@@ -48,7 +48,7 @@ def why_unavailable() -> str | None:
 
 
 def library() -> Path:
-    """Return where the compiled extension lies, or is to lie."""
+    """Return the path of the compiled extension, which may not exist yet."""
     import torch
 
     key = hashlib.sha256(" ".join((torch.__version__, sys.implementation.cache_tag or "", *_FLAGS)).encode())
@@ -58,7 +58,7 @@ def library() -> Path:
 
 
 def build() -> Path:
-    """Compile the extension unless that was done, and return its path. Raises BuildError, which names the file."""
+    """Compile the extension if it is not compiled yet, and return its path. Raises BuildError, which names the file."""
     target = library()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ def _read(file: Path) -> str:
 
 
 def why_not_built(ask: Callable[[Message, float], Message], say: Callable[[str], object]) -> str | None:
-    """Let another process build it; return the reason why there can be none here, None if there is one.
+    """Let another process compile the extension; return why this machine cannot have it, None if it can.
 
-    It is asked by ``ask``, with the seconds that its answer may take. Raises LaunchError with what the compiler, or the
-    cache, says.
+    ``ask`` sends the request, given the timeout of the answer in seconds. Raises LaunchError with the error of the
+    compiler or the cache.
     """
     for builds in (False, True):
         answer = ask({"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
@@ -143,7 +143,7 @@ def why_not_built(ask: Callable[[Message, float], Message], say: Callable[[str],
 
 
 def availability(*, builds: bool) -> dict[str, str | bool | None]:
-    """Return the ``reason`` why there can be none here, whether it ``is_built``, and the ``error`` of building it."""
+    """Return the ``reason`` why the machine cannot have it, whether it ``is_built``, and the ``error`` of the build."""
     error, reason = "", why_unavailable()
     if builds:
         try:

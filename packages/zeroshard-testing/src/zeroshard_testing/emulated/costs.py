@@ -1,4 +1,4 @@
-"""What a block of a test costs on its device: kernels, collectives, waits of the host, memory."""
+"""Counts the costs of a block of a test on its device: kernels, collectives, waits of the host, memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zeroshard_testing.emulated.runtime import DEVICE, extension
 
 @dataclass
 class DeviceCosts:
-    """What a block has used so far or, after its end, in all.
+    """The costs of a block so far, or in total after its end.
 
-    ``kernels`` counts operations that were launched, ``collectives`` by name what was issued, ``host_waits`` has a
-    place for each time that the host waited for the device, ``peak_bytes`` is the most memory that was allocated.
+    ``kernels`` counts launched operations, ``collectives`` counts collectives by name, ``host_waits`` lists the call
+    sites at which the host waited for the device, ``peak_bytes`` is the peak of allocated memory.
     """
 
     kernels: int = 0
@@ -28,7 +28,7 @@ class DeviceCosts:
 
 @contextmanager
 def device_costs(device: torch.device) -> Iterator[DeviceCosts]:
-    """Count what the block costs. Not to be nested. Raises NotImplementedError on other devices."""
+    """Count the costs of the block. Blocks must not be nested. Raises NotImplementedError on other devices."""
     if device.type != DEVICE:
         raise NotImplementedError(
             f"device_costs counts on the emulated accelerator alone, and this is {device}: mark the test "
@@ -44,7 +44,7 @@ def device_costs(device: torch.device) -> Iterator[DeviceCosts]:
 
 @contextmanager
 def host_never_waits(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError where the host waits for the device. Raises NotImplementedError if the device is a CPU."""
+    """Raise RuntimeError if the host waits for the device. Raises NotImplementedError if the device is a CPU."""
     if device.type == DEVICE:
         before = extension().forbid_host_waits(True)
         try:

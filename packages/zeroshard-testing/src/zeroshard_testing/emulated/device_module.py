@@ -1,4 +1,4 @@
-"""The module ``torch.emu``, which torch asks for what it asks ``torch.cuda``, and the registration of the device."""
+"""The module ``torch.emu``, with the functions that torch calls in ``torch.cuda``; and the device's registration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRAPHS = ("CUDAGraph", "Graph", "graph", "graphs", "make_graphed_callables", "g
 
 
 def register_device(name: str, install: Callable[[], None]) -> None:
-    """Make the device known to torch under a name, once in a process."""
+    """Register the device with torch under a name, once in a process."""
     torch.utils.rename_privateuse1_backend(name)  # type: ignore[attr-defined]  # torch exports both unseen
     install()
     register_device_module(name, _module(name))
@@ -29,7 +29,7 @@ def _module(name: str) -> ModuleType:
         is_initialized=lambda: True,
         _lazy_init=_nothing,
         _is_in_bad_fork=lambda: False,
-        # There is one device, which is always the current one.
+        # There is one device, which is always current.
         device=lambda _: nullcontext(),
         device_count=lambda: 1,
         current_device=lambda: 0,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class DifferentCollectivesError(RuntimeError):
-    """Ranks issued different collectives, or one of them none; the text names each rank's."""
+    """Raised if ranks issue different collectives, or a rank issues none. The text names each rank's."""
 
     is_found_by_harness = True
 
 
 class RaceError(RuntimeError):
-    """Two accesses of the same device memory that nothing orders."""
+    """Raised for two accesses of the same device memory that nothing orders."""
 
     is_found_by_harness = True

@@ -1,7 +1,7 @@
-"""Moves the data of collectives between ranks, by gloo and in threads, after ranks have compared what they issue.
+"""Moves the data of collectives between ranks, by gloo and in threads, after ranks have compared their operations.
 
-One `Mover` for each process group of the emulated accelerator. The group's C++ part calls it to issue something, and
-is called back when that has completed; what streams may do meanwhile is decided there.
+Each process group of the emulated accelerator has one `Mover`. The C++ part of the group calls it to issue operations,
+and is called back when they have completed. The C++ part decides what streams may do meanwhile.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from zeroshard_testing.stacks import OWN_CODE, OWN_THREADS, is_below_the_test
 from zeroshard_testing.wait_recorder import described
 
 _MESSAGES = ("send", "recv")
-# Characters of each text in a message.
+# Longest text in a message, in characters.
 _WORDS_SIZE = 300
 _FRAMES = 3
-# Collectives whose text a group remembers, for errors.
+# Number of collectives whose text a group keeps for errors.
 _REMEMBERED = 1000
 _ABOVE_THE_CALL = (str(Path(torch.__file__).parent), OWN_CODE, threading.__file__, "<")
 
-# Taken again by the same thread where the garbage collector closes a mover in the middle of a method.
+# Reentrant, because the garbage collector may close a mover in the middle of a method.
 _lock = threading.RLock()
-# By the group's key; of groups with the same key, the latest.
+# The movers by the key of their group; the latest of groups with one key.
 _movers: dict[str, Mover] = {}
 _delays: tuple[float, random.Random] | None = None
 
 
 def delay_up_to(seconds: float, seed: int) -> None:
-    """From now on, let whatever is issued start after a random time of at most so many seconds; 0 for no delay."""
+    """Delay the start of each later operation by a random time of at most this many seconds; 0 for no delay."""
     global _delays
     _delays = (seconds, random.Random(seed)) if seconds else None  # noqa: S311 - no secret
 
@@ -73,19 +73,19 @@ def live_movers() -> list[Mover]:
 class Mover:
     """Runs the collectives of one process group in the order of issue, in a thread of its own.
 
-    Making one blocks until every rank of the group makes its own: that is where a constructor of torch's own groups
-    blocks too, so a rank that never comes is found there by the same means, and an error belongs to the caller.
+    The constructor blocks until every rank of the group has called it. A constructor of torch's own groups blocks there
+    too, so a missing rank is found in the same way, and the caller gets the error.
 
-    Methods may be called from any thread. A rank on which something has failed completes nothing any more.
+    Methods may be called from any thread. After an error, the rank completes no more operations.
 
     Args:
-        store: Where the ranks meet.
+        store: The store by which the ranks connect.
         group_rank: This process's rank in the group.
-        ranks: The group's ranks, as the default group numbers them.
-        name: The group's name, which its ranks share and no other group has.
-        timeout: How long to wait for the other ranks in a collective.
-        complete: Called once for each ticket, with the error as text, empty if there is none, from a thread of the
-            mover that holds no tensor of the ticket any more.
+        ranks: The ranks of the group in the default group.
+        name: The unique name of the group, equal on all its ranks.
+        timeout: The timeout of waits for other ranks in a collective.
+        complete: Called once for each ticket, with the error as text, or an empty text, from a thread of the mover
+            that no longer holds tensors of the ticket.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Mover:
         self._complete = complete
         self._issued = 0
         self._latest: dict[int, str] = {}
-        # What other ranks read if they wait for this one in vain: how often ranks have compared, and the latest entry.
+        # Other ranks read it if they time out: how often this rank has compared, and its latest entry.
         self._error = ""
         self._is_closed = False
         self._lanes: dict[tuple[str, int], SimpleQueue[_Job | None]] = {}
@@ -112,7 +112,7 @@ class Mover:
         self._transfer: Transfer | None = None
         gloo = latest = None
         if len(ranks) > 1:
-            # A connection of its own: that of the store is locked while another thread waits for a key.
+            # A separate connection, because the store's is locked while another thread waits for a key.
             connection = store.clone()
             latest = PrefixStore(f"emulated-latest/{name}", connection)
             gloo = gloo_group(PrefixStore(f"emulated/{name}", connection), group_rank, len(ranks), timeout)
@@ -129,10 +129,10 @@ class Mover:
         calls: list[tuple[str, list[Any], list[Any], int, str, list[int]]],
         stack: Sequence[tuple[str, int, str]],
     ) -> None:
-        """Issue a collective or message, or several that were coalesced, without waiting for anything.
+        """Issue a collective or message, or several that were coalesced, without waiting.
 
         Args:
-            ticket: What to complete when all are done.
+            ticket: The ticket to complete when all are done.
             calls: At least one: name, inputs, outputs, root or peer, reduce operation and sizes, as `Call` has them.
             stack: File, line and function of the Python frames that issue it, innermost first.
         """
@@ -152,10 +152,10 @@ class Mover:
             self._collectives.put(_Job(partial(self._run, entry, batch), done))
 
     def end(self, what: str = "the end of the test") -> Future[str]:
-        """Meet the other ranks in what is no collective, so that a collective which they are still in raises at once.
+        """Compare the end of this rank's test with the other ranks, so that a collective in which they wait raises.
 
         Returns:
-            A future of the error as text, empty if there is none. It comes after all that was issued before.
+            A future of the error as text, empty if there is none. It completes after all earlier operations.
         """
         future: Future[str] = Future()
         with _lock:
@@ -167,7 +167,7 @@ class Mover:
         return future
 
     def close(self) -> None:
-        """Let go of the group when all that was issued has completed. May be called again, and does not block."""
+        """Release the group when all operations have completed. Does not block. Safe to call repeatedly."""
         with _lock:
             if self._is_closed:
                 return
@@ -187,7 +187,7 @@ class Mover:
             raise RuntimeError(f"{self._label} is destroyed")
 
     def _issued_elsewhere(self) -> dict[str, int]:
-        """Return how many collectives this process has issued in each other group that shares ranks with this one."""
+        """Return the number of collectives of this process in each other group that shares ranks with this one."""
         return {
             key: other._issued
             for key, other in _movers.copy().items()
@@ -195,7 +195,7 @@ class Mover:
         }
 
     def _recall(self, group: str, number: int) -> list[str]:
-        """Return, from every rank of this group, a collective of another one as it was issued, empty if it was not."""
+        """Return a collective of another group as text, from every rank of this group; empty if it was not issued."""
         other = _movers.get(group)
         text = other._latest.get(number, "") if other is not None else ""
         try:
@@ -208,13 +208,13 @@ class Mover:
         with _lock:
             self._check_open()
             for call in calls:
-                # A lane for each peer and direction: none of them waits for another, as in a batch of NCCL's.
+                # Each peer and direction has a lane, so that none waits for another, as in a batch of NCCL.
                 move = self._send if call.name == "send" else self._receive
                 self._lane(call.name, call.root).put(_Job(partial(move, call, call_site), done))
         self._start_threads()
 
     def _lane(self, kind: str, peer: int = -1) -> SimpleQueue[_Job | None]:
-        """Return the queue of a thread that runs what is put there in order, once `_start_threads` was called."""
+        """Return the queue of a thread that runs its jobs in order. `_start_threads` starts the thread."""
         lane = self._lanes.get((kind, peer))
         if lane is None:
             lane = self._lanes[kind, peer] = SimpleQueue()
@@ -224,7 +224,7 @@ class Mover:
         return lane
 
     def _start_threads(self) -> None:
-        """Start the threads of new lanes, without the lock: a new one may collect another mover, and close it."""
+        """Start the threads of new lanes, without the lock: starting one may collect another mover, which closes it."""
         with contextlib.suppress(IndexError):
             while True:
                 self._new_threads.pop().start()
@@ -234,14 +234,14 @@ class Mover:
             if _delays is not None:
                 time.sleep(_delays[1].uniform(0, _delays[0]))
             run, done = job.run, job.done
-            # No tensor is kept beyond `done`: its memory may be freed then, and the next job may never come.
+            # Drop tensors before `done`: their memory may be freed then, and there may be no next job.
             del job
             error = self._error
             if not error:
                 try:
                     with torch.no_grad():
                         run()
-                except Exception as failure:  # noqa: BLE001 - whatever it is, the ticket has to complete
+                except Exception as failure:  # noqa: BLE001 - the ticket has to complete after any error
                     error = self._break(failure)
             del run
             done(error)
@@ -255,11 +255,11 @@ class Mover:
             self._transfer = None
 
     def _break(self, failure: Exception) -> str:
-        """Complete nothing from now on, and return with which error; other ranks that wait for this one fail too."""
+        """Complete no more operations, and return the error. Other ranks that wait for this one fail too."""
         with _lock:
             if self._error:
                 return self._error
-            # Every rank finds a difference by itself, but not one that waits for a message.
+            # Every rank finds a difference by itself, except a rank that waits for a message.
             known = isinstance(failure, _KnownToAllError) and len(self._lanes) == 1
             self._error = str(failure) if known else f"rank {self._ranks[self._rank]}: {failure}"
         if len(self._ranks) > 1 and not known:
@@ -304,7 +304,7 @@ class Mover:
         write(data, call.outputs)
 
     def _message(self, call: Call, call_site: str) -> Message:
-        """Return a message as this rank knows it; ValueError if it is for this rank itself."""
+        """Return the description of a message; ValueError if its peer is this rank itself."""
         if call.root == self._rank:
             raise ValueError(f"{located(message_text(call, self._ranks), call_site)} in {self._label} is to itself")
         tensor = (*call.inputs, *call.outputs)[0]
@@ -323,18 +323,18 @@ class Mover:
 
 @dataclass(frozen=True)
 class _Job:
-    """Something to run in a thread of a mover, and what to tell its error to."""
+    """A function to run in a thread of a mover, and a function that gets its error."""
 
     run: Callable[[], None]
     done: Callable[[str], None]
 
 
 class _KnownToAllError(DifferentCollectivesError):
-    """All ranks of the group raise it at the same place."""
+    """Raised by all ranks of the group at the same place."""
 
 
 def _after_all(count: int, done: Callable[[str], None]) -> Callable[[str], None]:
-    """Return what is to be called ``count`` times with an error or none, and calls ``done`` with the first error."""
+    """Return a function to call ``count`` times with an error or none. It then calls ``done`` with the first error."""
     lock = threading.Lock()
     errors: list[str] = []
 
@@ -349,7 +349,7 @@ def _after_all(count: int, done: Callable[[str], None]) -> Callable[[str], None]
 
 
 def _call_site(stack: Sequence[tuple[str, int, str]]) -> str:
-    """Return where Python has called torch: the innermost frames, without torch's, this package's and pytest's."""
+    """Return the Python frames that called torch, the innermost first, without torch's, this package's and pytest's."""
     above = itertools.takewhile(lambda frame: not is_below_the_test(frame[0]), stack)
     users = (frame for frame in above if not frame[0].startswith(_ABOVE_THE_CALL) and not frame[0].endswith(PASSING_ON))
     return " < ".join(f"{Path(path).name}:{line} in {name}" for path, line, name in itertools.islice(users, _FRAMES))

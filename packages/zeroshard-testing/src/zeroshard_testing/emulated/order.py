@@ -1,7 +1,7 @@
-"""What the ranks of a group are about to do, in words and numbers, and whether it belongs together.
+"""Describes the operations that the ranks of a group are about to run, and finds differences.
 
-Pure functions: `describe` is called by each rank, `find_difference` by each rank with what all of them have described,
-so that all come to the same text.
+The functions are pure: each rank calls `describe`, and then `find_difference` with the descriptions of all ranks, so
+all ranks compute the same text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CALLS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or message as a rank issues it. The root is a rank of the group; for a message it is the peer.
+    """A collective or message of a rank. The root is a rank of the group; for a message it is the peer.
 
     Inputs are private copies. Sizes are the splits of an ``all_to_all_single``, output first, or a message's tag.
     """
@@ -46,10 +46,10 @@ class Call:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A collective as other ranks get to know it: as text, and as what has to match.
+    """The description of a collective for other ranks: a text, and the values that must match.
 
-    ``common`` is the same on all ranks. What one rank gives another, in elements by rank of the group, is what the
-    other takes from it. A problem is why the collective cannot run, whatever the other ranks issue.
+    ``common`` must be equal on all ranks. If one rank gives another some number of elements, by rank of the group, the
+    other must take as many. A problem says why the collective cannot run, whatever the other ranks issue.
     """
 
     text: str
@@ -61,10 +61,10 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank issues at once in a group: a collective, several that were coalesced, or the end of its test.
+    """One step of a rank in a group: a collective, several that were coalesced, or the end of its test.
 
-    The rank is one of the default group. The number counts the collectives of the group from 1. ``issued_before`` says
-    how many collectives the rank had issued in other groups, by the group's key.
+    The rank is a rank of the default group. The number counts the collectives of the group from 1. ``issued_before``
+    counts the earlier collectives of the rank in other groups, by the key of the group.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The collective in words."""
+        """The collective as text."""
         if len(self.calls) == 1:
             return self.calls[0].text
         shown = "; ".join(call.text for call in self.calls[:_CALLS_SHOWN])
@@ -84,7 +84,7 @@ class Entry:
 
     @property
     def is_end(self) -> bool:
-        """Whether the rank has ended its test, and issues nothing."""
+        """True if the rank has ended its test, and issues nothing."""
         return self.calls[0].common == _END
 
     def to_message(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Entry:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Entry:
-        """Read what `to_message` made."""
+        """Make an entry from the result of `to_message`."""
         calls = [
             CallRecord(**{**call, "gives": tuple(call["gives"]), "takes": tuple(call["takes"])})
             for call in message["calls"]
@@ -103,7 +103,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor that one rank sends to another, as its sender or its receiver knows it."""
+    """A tensor that one rank sends to another, as its sender or its receiver describes it."""
 
     rank: int
     tensor: str
@@ -114,7 +114,7 @@ class Message:
 
 
 def describe(call: Call, group_rank: int, ranks: Sequence[int]) -> CallRecord:
-    """Return what other ranks have to know of a collective that a rank issues in a group of these ranks."""
+    """Return the description of a collective that a rank issues in a group of these ranks."""
     text = _text_of(call, ranks)
     tensors = [*call.inputs, *call.outputs]
     problem = _problem_of(call)
@@ -134,17 +134,17 @@ def describe(call: Call, group_rank: int, ranks: Sequence[int]) -> CallRecord:
 
 
 def end_of(what: str) -> CallRecord:
-    """Return what stands for a collective where a rank issues none any more, such as ``"the end of the test"``."""
+    """Return the entry of a rank that issues no more collectives, such as ``"the end of the test"``."""
     return CallRecord(what, _END)
 
 
 def amounts(call: Call, group_rank: int, size: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return how many elements a collective takes from this rank to each rank of the group, and from each to this one.
+    """Return the number of elements that a collective sends from this rank to each rank, and from each to this one.
 
-    Nothing is returned where every rank has as many elements as every other.
+    The result is empty if every rank has as many elements as every other.
 
     Raises:
-        ValueError: The tensors do not have the numbers or sizes that the collective needs.
+        ValueError: If the tensors do not have the numbers or sizes that the collective needs.
     """
     given = [tensor.numel() for tensor in call.inputs]
     taken = [tensor.numel() for tensor in call.outputs]
@@ -172,20 +172,20 @@ def amounts(call: Call, group_rank: int, size: int) -> tuple[Sequence[int], Sequ
 
 
 def find_difference(key: str, entries: Sequence[Entry], recall: Recall | None = None) -> str | None:
-    """Return, as text, how what the ranks of a group are about to do differs; None if it belongs together.
+    """Return how the next operations of the ranks of a group differ, as text; None if they match.
 
     Args:
-        key: The group, as `group_key` has it.
-        entries: What each rank is about to do, in the order of the group's ranks.
-        recall: Called with another group and a number, the same on all ranks; returns that collective with its call
-            site as each rank of this group has issued it, empty if it has not.
+        key: The key of the group, from `group_key`.
+        entries: The next operation of each rank, in the order of the group's ranks.
+        recall: Called with another group and a number, equal on all ranks. Returns the text of that collective with its
+            call site on each rank of this group, empty for a rank that has not issued it.
     """
     which = f"collective number {entries[0].number} of {_label(key)}"
     if len({(entry.is_end, len(entry.calls)) for entry in entries}) > 1:
         return f"ranks differ in {which}: {_each(entries, lambda entry: entry.text)}"
     for place, calls in enumerate(zip(*(entry.calls for entry in entries), strict=True)):
         batch = f", call {place + 1} of a batch of {len(entries[0].calls)}" if len(entries[0].calls) > 1 else ""
-        # A function for each call: entries of one text and call site are named together.
+        # Names the call of each rank; ranks with the same text and call site are named together.
         told = _each(entries, lambda entry, place=place: entry.calls[place].text)  # type: ignore[misc]
         for entry, call in zip(entries, calls, strict=True):
             if call.problem:
@@ -198,12 +198,12 @@ def find_difference(key: str, entries: Sequence[Entry], recall: Recall | None = 
 
 
 def find_message_difference(key: str, sent: Message, received: Message) -> str | None:
-    """Return, as text, how a message differs from what its receiver expects; None if it does not."""
+    """Return how a message differs from what its receiver expects, as text; None if it does not."""
     how = "as"
     if (sent.dtype, sent.elements) == (received.dtype, received.elements):
         if sent.tag == received.tag:
             return None
-        # NCCL takes no notice of tags, so that another order of tags is another order of messages.
+        # NCCL ignores tags, so another order of tags is another order of messages.
         how = f"with tag {sent.tag}, which NCCL ignores, and with tag {received.tag} as"
     return (
         f"rank {sent.rank} sends {sent.tensor} ({sent.call_site}), and rank {received.rank} receives it {how}"
@@ -212,7 +212,7 @@ def find_message_difference(key: str, sent: Message, received: Message) -> str |
 
 
 def message_text(call: Call, ranks: Sequence[int]) -> str:
-    """Return a message in words."""
+    """Return a message as text."""
     direction = "to" if call.name == "send" else "from"
     return f"{call.name} of {described([*call.inputs, *call.outputs])} {direction} rank {ranks[call.root]}"
 
@@ -223,12 +223,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def located(text: str, call_site: str) -> str:
-    """Return text with the call site that it belongs to, if that is known."""
+    """Return text with its call site, if that is known."""
     return f"{text} ({call_site})" if call_site else text
 
 
 def _label(key: str) -> str:
-    # Only the default group has the name "0", so its ranks are all there are.
+    # Only the default group has the name "0", and it has all ranks.
     return group_label(key, len(group_members(key)))
 
 
@@ -249,7 +249,7 @@ def _text_of(call: Call, ranks: Sequence[int]) -> str:
 
 
 def _problem_of(call: Call) -> str:
-    """Return why a collective cannot run, for what this rank alone knows of it; empty if it can."""
+    """Return why a collective cannot run, by this rank's arguments alone; empty if it can."""
     dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     if call.name not in (*REDUCTIONS, *EXCHANGES, *_OTHERS):
         return f"there is no collective {call.name!r} on the emulated accelerator"
@@ -297,9 +297,9 @@ def _find_misfit(entries: Sequence[Entry], calls: Sequence[CallRecord]) -> str |
 
 
 def _find_other_order(key: str, entries: Sequence[Entry], recall: Recall | None) -> str | None:
-    """Say where two ranks issue the collectives of this group and of another one that both are in, in other orders.
+    """Describe two collectives, of this group and another, that two ranks issue in different orders.
 
-    Both groups find the same two collectives, each by its own entries, and come to the same text.
+    Both groups find the same two collectives by their own entries, and compute the same text.
     """
     for one, other in combinations(entries, 2):
         for group in sorted(one.issued_before.keys() & other.issued_before.keys()):
@@ -320,7 +320,7 @@ def _find_other_order(key: str, entries: Sequence[Entry], recall: Recall | None)
 
 
 def _each(entries: Iterable[Entry], text_of: Callable[[Entry], str]) -> str:
-    """Return what each rank is about to do; ranks with the same text and call site are named together."""
+    """Return the next operation of each rank as text. Ranks with the same text and call site are named together."""
     groups: dict[tuple[bool, str], list[int]] = {}
     for entry in entries:
         groups.setdefault((entry.is_end, located(text_of(entry), entry.call_site)), []).append(entry.rank)

@@ -1,4 +1,4 @@
-"""Where each rank of a group is, for errors of one that waits: which ranks have not come, and why."""
+"""Records the progress of each rank of a group, for errors of a waiting rank: which ranks are missing, and why."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from zeroshard_testing.emulated.order import ranks_text
 
 DESTROYED = "has destroyed the group"
-"""The fate of a rank that has let go of the group."""
+"""The reason of a rank that has destroyed the group."""
 
 
 class Progress:
-    """Where each rank of a group is, in a store: how often it has compared, its latest entry, why it comes no further.
+    """The progress of each rank of a group, in a store: its number of comparisons, latest entry, and reason to stop.
 
-    Only errors are made of it. Without a store, in a group of one rank, nothing is written.
+    Only errors use it. In a group of one rank there is no store, and nothing is written.
     """
 
     def __init__(self, store: Any, group_rank: int, ranks: Sequence[int]) -> None:  # noqa: ANN401 - see Mover
@@ -24,25 +24,25 @@ class Progress:
         self._number, self._text = 0, ""
 
     def begin(self, text: str) -> None:
-        """Say that this rank is about to compare an entry with the others."""
+        """Record that this rank is about to compare an entry with the other ranks."""
         self._number, self._text = self._number + 1, text
         self.note()
 
     def note(self, fate: str = "") -> None:
-        """Let other ranks know where this one is, and why it comes no further."""
-        # Without the store, their error says less.
+        """Write the progress of this rank, and why it stops, for the other ranks."""
+        # Without the store, the errors of other ranks say less.
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(str(self._rank), json.dumps([self._number, self._text, fate]))
 
     def others_are_gone(self) -> bool:
-        """Whether a rank has destroyed the group, and no rank is known to have issued less or more than this one."""
+        """Return True if a rank has destroyed the group, and none is known to have issued more or less than this."""
         found = self._of_others().values()
         alike = all(fate in ("", DESTROYED) and self._number - number in (0, 1) for number, _, fate in found)
         return alike and any(fate == DESTROYED for _, _, fate in found)
 
     def explain(self, failure: Exception, *, compares: bool = False) -> str:
-        """Return why gloo has failed: which ranks have not come to compare, or have stopped, and gloo's own words."""
+        """Return why gloo failed: the ranks that did not compare, or have stopped, and the message of gloo."""
         found = self._of_others()
         behind = {rank for rank, (number, _, _) in found.items() if compares and number < self._number}
         told = []
@@ -69,6 +69,6 @@ class Progress:
 
 
 def _first_line(failure: Exception) -> str:
-    """Return the first line of an error, without the place in gloo's source before it, and gloo's advice after it."""
+    """Return the first line of an error, without the position in gloo's source, and without gloo's advice."""
     line = str(failure).partition("\n")[0]
     return (line.partition("] ")[2] if line.startswith("[/") else line).partition(". ")[0]

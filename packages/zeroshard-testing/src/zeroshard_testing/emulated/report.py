@@ -1,4 +1,4 @@
-"""The text of what the checker has found: who accessed the memory, and who allocated it, by Python stack."""
+"""Renders the findings of the checker: which code accessed the memory, and which allocated it, by Python stack."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from zeroshard_testing.stacks import OWN_CODE, is_below_the_test
 
 PASSING_ON = ("/contextlib.py", "/typing_extensions.py")
-"""How the names of files end whose functions only call a user's: context managers, deprecated functions."""
+"""Suffixes of files whose functions only call a user's: context managers, deprecated functions."""
 _MOST_FRAMES = 8
 _TORCH = "/torch/"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who did something, such as ``"aten::add_ in autograd node AddBackward0"``, and its stack, innermost frame first.
+    """An operation, such as ``"aten::add_ in autograd node AddBackward0"``, and its stack, innermost frame first.
 
     A frame is a file, a line and a function. A thread of autograd that runs no Python has the main thread's stack.
     """
@@ -28,7 +28,7 @@ class Place:
 
     @property
     def call_site(self) -> str:
-        """The innermost frame outside torch, or else in torch, such as ``"train.py:12"``, empty if there is none."""
+        """The innermost frame outside torch, else in torch, such as ``"train.py:12"``; empty if there is none."""
         return next((f"{path}:{line}" for path, line, _ in self._shown_frames()), "")
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the checker has found: ``kind`` is ``"race"`` or ``"freed in use"``, ``text`` says what is not ordered."""
+    """A finding of the checker: ``kind`` is ``"race"`` or ``"freed in use"``, ``text`` says what is not ordered."""
 
     kind: str
     text: str
@@ -62,21 +62,21 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells findings apart, by call site: two accesses, or the use that lacks a ``record_stream``."""
-        # Which thread frees what a backward lets go of, and before which allocation, is a matter of timing.
+        """The call sites that identify a finding: of two accesses, or of the use that lacks a ``record_stream``."""
+        # Timing decides which thread frees memory of a backward, and before which allocation.
         both = (self.later, self.earlier) if self.kind == "race" else (self.earlier,)
         places = (place for place in both if place)
         return (self.kind, *(text for place in places for text in (place.title, place.call_site)))
 
 
 def read_findings(reports: Iterable[tuple[Any, ...]]) -> list[Finding]:
-    """Turn the extension's reports (kind, text, and three places or None) into findings, each once."""
+    """Return the findings of the extension's reports (kind, text, and three places or None), each once."""
     found = [Finding(kind, text, *(one and Place(*one) for one in places)) for kind, text, *places in reports]
     return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
 
 
 def to_text(findings: Sequence[Finding], most: int = 5) -> str:
-    """Return the text of an error for findings: the first of them, and how many more there are."""
+    """Return the text of an error for findings: the first finding, and the number of others."""
     count = "1 access is" if len(findings) == 1 else f"{len(findings)} accesses are"
     more = [f"... and {len(findings) - most} more"] if len(findings) > most else []
     return "\n\n".join([f"{count} not ordered", *map(str, findings[:most]), *more])

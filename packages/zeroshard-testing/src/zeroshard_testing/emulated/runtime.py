@@ -1,6 +1,6 @@
 """The emulated accelerator in a worker: loads it, and begins and ends its tests. Only the main thread calls this.
 
-Once loaded, a process has the device for good, and torch.accelerator means it: workers for other backends never do.
+A process keeps a loaded device, and torch.accelerator means that device: workers for other backends never load it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from zeroshard_testing.emulated.report import Finding, read_findings, to_text
 from zeroshard_testing.faults import Faults
 
 BACKEND = "cpu:gloo,emu:emulated"
-"""The name of the default process group's backend, as init_process_group takes it."""
+"""The backend of the default process group, for init_process_group."""
 DEVICE = "emu"
 
 _loaded: ModuleType | None = None
 
 
 def extension() -> Any:  # noqa: ANN401 - the compiled module, which has no stubs
-    """Return the compiled module; LookupError where it was not loaded."""
+    """Return the compiled module; LookupError if it was not loaded."""
     if _loaded is None:
         raise LookupError("the emulated accelerator is not loaded in this process")
     return _loaded
 
 
 def load() -> None:
-    """Make the device known to torch, and the backend ``"emulated"`` to torch.distributed. Safe to call repeatedly.
+    """Register the device with torch, and the backend ``"emulated"`` with torch.distributed. Safe to call repeatedly.
 
     Raises BuildError if the extension was not compiled, or cannot be loaded.
     """
@@ -65,31 +65,31 @@ def load() -> None:
 
 
 def begin_test() -> None:
-    """Forget everything of the last test: it has ended, and so has all that it launched."""
+    """Reset the state of the last test, which has ended, and so have all its operations."""
     extension().begin_test()
 
 
 def findings() -> list[Finding]:
-    """Return what the checker has found since the test began."""
+    """Return the findings of the checker since the test began."""
     return read_findings(extension().reports())
 
 
 def end_groups(faults: Faults) -> list[Future[str]]:
-    """Meet the other ranks at the end of the test, in every group, unless the test has asked for faults."""
+    """Compare the end of the test with the other ranks, in every group, unless the test requested faults."""
     return [] if faults.were_asked_for else [mover.end() for mover in live_movers()]
 
 
 def close_groups() -> None:
-    """End the threads of all process groups, when they have done what was issued; nothing is issued there any more."""
+    """End the threads of all process groups after their last operation. No operation may be issued there afterwards."""
     for mover in live_movers():
         mover.close()
 
 
 class CheckedTest:
-    """Runs a test, and raises what was found in it if it raises nothing itself: DifferentCollectivesError or RaceError.
+    """Runs a test. If it does not raise, raises the error that was found: DifferentCollectivesError or RaceError.
 
-    At the end ranks wait for one another, unless a test has asked for faults: what one has left out shows there. Errors
-    of the process group, which arrive as errors of torch's backends do, get the class that says what they are.
+    At the end ranks wait for each other, unless a test requested faults, which shows collectives that a rank left out.
+    Errors of the process group, which have the class of errors of torch's backends, get the class of the harness.
     """
 
     def __init__(self, faults: Faults, *, checks_races: bool) -> None:
@@ -110,9 +110,9 @@ class CheckedTest:
 
     def _check(self) -> None:
         __tracebackhide__ = True
-        # One that the test has seen, and expected.
+        # The test has caught this error, and expected it.
         known = extension().raised_errors()
-        # Where a rank has failed, it never ends its other groups.
+        # A rank that failed never ends its other groups.
         for end in as_completed(end_groups(self._faults)):
             if (text := end.result()) and text not in known:
                 raise DifferentCollectivesError(text)

@@ -1,4 +1,4 @@
-"""Moves the data of collectives and messages by gloo: bitwise what gloo gives for CPU tensors of the same sizes."""
+"""Moves the data of collectives and messages by gloo, with results bitwise as for CPU tensors of the same sizes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from zeroshard_testing.emulated.order import REDUCTIONS, Call, Message, amounts
 
 # Tags of gloo's messages. NCCL has no tags: the messages between two ranks match in the order in which they are issued.
 _ANNOUNCEMENT, _DATA, _NEVER_SENT = range(3)
-# Bytes. A text that does not fit takes a second round; a message has few words, whose length is limited.
+# In bytes. A longer text takes a second round; the text of a message is short, and its length is limited.
 _TEXT_SIZE = 2048
 _MESSAGE_SIZE = 4096
 _LENGTH_SIZE = 4
 
 
 class Transfer:
-    """One rank's connections to the others of a group. Every method waits, and raises RuntimeError if gloo fails.
+    """The connections of one rank to the others of a group. Every method blocks, and raises RuntimeError if gloo fails.
 
     Args:
         gloo: The group's process group of gloo, None for a group of one rank.
         rank: This process's rank in the group.
-        size: How many ranks the group has.
+        size: The number of ranks of the group.
     """
 
     def __init__(self, gloo: Any, rank: int, size: int) -> None:  # noqa: ANN401 - see gloo_group
@@ -36,13 +36,13 @@ class Transfer:
         self._size = size
 
     def move(self, call: Call) -> None:
-        """Run a collective that fits what the other ranks have issued."""
+        """Run a collective that matches the collectives of the other ranks."""
         if call.name in REDUCTIONS:
             self._reduce(call)
         elif call.name == "broadcast":
             self._broadcast(call)
         elif call.name != "barrier":
-            # Ranks that have compared their barriers have met.
+            # The comparison of ranks is the barrier.
             self._exchange_parts(call)
 
     def gather_texts(self, text: bytes) -> list[bytes]:
@@ -50,14 +50,14 @@ class Transfer:
         found = self._gather(_filled(text, _TEXT_SIZE))
         longest = max(_length(buffer) for buffer in found)
         if longest > _TEXT_SIZE - _LENGTH_SIZE:
-            # All ranks see that, and take another round.
+            # All ranks see a longer text, and take another round.
             found = self._gather(_filled(text, longest + _LENGTH_SIZE))
         return [_text(buffer) for buffer in found]
 
     def send(self, call: Call, announcement: Message) -> None:
-        """Send a tensor, and before it what it is."""
+        """Send the description of a tensor, then the tensor."""
         data = _bytes(call.inputs[0])
-        # Both are on their way before either is waited for.
+        # Issue both before waiting for either.
         text = _filled(json.dumps(asdict(announcement)).encode(), _MESSAGE_SIZE)
         works = [self._gloo.send([text], call.root, _ANNOUNCEMENT)]
         if data.numel():
@@ -66,18 +66,18 @@ class Transfer:
             work.wait()
 
     def receive(self, peer: int) -> tuple[Message, torch.Tensor]:
-        """Return what a rank sends next: what it is, and its bytes."""
+        """Return the next message of a rank: its description, and its bytes."""
         text = torch.empty(_MESSAGE_SIZE, dtype=torch.uint8, device="cpu")
         self._gloo.recv([text], peer, _ANNOUNCEMENT).wait()
         sent = Message(**json.loads(_text(text)))
-        # Of the sender's size, whatever is expected here: gloo ends the process where sizes differ.
+        # Use the sender's size, because gloo ends the process if sizes differ.
         data = torch.empty(sent.elements * getattr(torch, sent.dtype).itemsize, dtype=torch.uint8, device="cpu")
         if data.numel():
             self._gloo.recv([data], peer, _DATA).wait()
         return sent, data
 
     def close_connections(self) -> None:
-        """Make what other ranks wait for fail: gloo closes connections where a wait times out, and by no other call."""
+        """Make the waits of other ranks fail: gloo closes connections if a wait times out, and by no other call."""
         try:
             work = self._gloo.recv([torch.empty(1, dtype=torch.uint8)], (self._rank + 1) % self._size, _NEVER_SENT)
             work.wait(timedelta(milliseconds=1))
@@ -90,9 +90,9 @@ class Transfer:
         return found
 
     def _reduce(self, call: Call) -> None:
-        """Reduce by gloo, each tensor as it is: sums are in gloo's order, which depends on the size."""
+        """Reduce each tensor separately by gloo: sums are in gloo's order, which depends on the size."""
         if call.name == "all_reduce":
-            # In the order of the output's memory, in which gloo would reduce it.
+            # Gloo reduces in the order of the output's memory.
             total = torch.empty_like(call.outputs[0]).copy_(call.inputs[0])
             self._reduce_by_gloo(total, call.reduce_op)
             call.outputs[0].copy_(total)
@@ -112,7 +112,7 @@ class Transfer:
             return
         reduce_op = getattr(ReduceOp, "SUM" if name == "AVG" else name)
         if name == "AVG":
-            # First, as NCCL does: a sum in half precision may overflow.
+            # Divide first, as NCCL does, because a sum in half precision may overflow.
             tensor.mul_(1 / self._size)
         if root is None:
             self._gloo.allreduce([tensor], reduce_op).wait()
@@ -127,7 +127,7 @@ class Transfer:
         write(data, call.outputs)
 
     def _exchange_parts(self, call: Call) -> None:
-        """Give each rank what it takes from this one, as bytes: that works for every dtype, and for uneven sizes."""
+        """Send each rank its elements as bytes, which works for every dtype, and for uneven sizes."""
         given = torch.cat([_room_for([]), *map(_bytes, call.inputs)])
         if call.name in ("all_gather", "all_gather_into_tensor"):
             given = given.repeat(self._size)
@@ -141,17 +141,17 @@ class Transfer:
 
 
 def write(data: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    """Copy bytes into tensors that follow one another."""
+    """Copy bytes into consecutive tensors."""
     place = 0
     for output in outputs:
         size = output.numel() * output.element_size()
-        # A copy, for a view of another dtype has to begin at a multiple of its width.
+        # Copy them, because a view of another dtype has to begin at a multiple of its width.
         output.copy_(data[place : place + size].clone().view(output.dtype).view(output.shape))
         place += size
 
 
 def _filled(text: bytes, size: int) -> torch.Tensor:
-    """Return a buffer of so many bytes that begins with the text's length, and has as much of the text as fits."""
+    """Return a buffer of this many bytes, with the length of the text and as much of the text as fits."""
     content = len(text).to_bytes(_LENGTH_SIZE, "big") + text
     return torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
 
