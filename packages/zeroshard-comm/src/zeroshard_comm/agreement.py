@@ -150,8 +150,8 @@ class Coordinator:
                 every digest and every operation.
             error: the error of this rank; None if it has none.
             detail: returns the text from which the digest was made. Called only if ranks differ.
-            explain: names the first difference of two details, see :data:`~zeroshard_comm.errors.Explain`. Called only
-                on rank 0, and only if ranks differ.
+            explain: names the first difference, given the details of two ranks and these ranks. Called only on rank 0,
+                and only if ranks differ.
             flag: the answer of this rank to a yes-or-no question.
 
         Returns:

@@ -36,7 +36,7 @@ class Progress:
                 self._store.set(str(self._rank), json.dumps([self._number, self._text, fate]))
 
     def others_are_gone(self) -> bool:
-        """Return True if a rank has destroyed the group, and none is known to have issued more or less than this."""
+        """Return True if a rank has destroyed the group, and all known ranks have issued as much as this one."""
         found = self._of_others().values()
         alike = all(fate in ("", DESTROYED) and self._number - number in (0, 1) for number, _, fate in found)
         return alike and any(fate == DESTROYED for _, _, fate in found)
