@@ -1,8 +1,8 @@
-"""What users see, save and load of the optimizer state, which flows between the local optimizers and one state dict.
+"""Shows, saves and loads the optimizer state of all ranks, which the local optimizers keep in parts.
 
-Out: ranks tell each other by ``metadata`` which entries they have, as ``serialization`` writes them.
-``view`` is ``optimizer.state``, ``listing`` makes ``state_dict()`` of one rank, both with a ``placeholder`` for what
-other ranks own; ``consolidate`` gathers all values on one rank, and ``names`` puts names in the place of indices. In:
-``check`` compares a state dict with what the optimizer class keeps and cuts it, and ``load`` installs what a rank owns;
+Reading: ``metadata`` exchanges which entries each rank has, and ``serialization`` describes them. ``view`` is
+``optimizer.state``, and ``listing`` makes ``state_dict()`` of one rank; a ``placeholder`` represents values of other
+ranks. ``consolidate`` gathers all values on one rank, and ``names`` replaces indices by names. Loading: ``check``
+compares a state dict with what the optimizer class keeps and cuts it, ``load`` installs what a rank owns, and
 ``initialize`` makes the state before the first step. ``checkpoints`` has the collective calls.
 """

@@ -21,15 +21,15 @@ from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, inner_tensors, leaves
 
 _STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
-"""Hyperparameters of torch's optimizers that may be off, at values with which the optimizer keeps all its state."""
+"""Hyperparameters of torch's optimizers that may be off, with values that make an optimizer keep all its state."""
 _MAY_BE_SPARSE = frozenset({"momentum_buffer"})
 """Entries that have the layout of the gradient."""
 
 
 class StateSchema:
-    """Which state an optimizer class keeps, by its hyperparameters and the shape and dtype of a tensor.
+    """Knows the state that an optimizer class keeps, by its hyperparameters and the shape and dtype of a tensor.
 
-    Known for elementwise classes and torch.optim; other classes are not checked, nor are classes that cannot be probed.
+    It checks elementwise classes and the classes of torch.optim. It checks no class that cannot be probed.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StateSchema:
     def check(
         self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], chosen: GroupClass, where: str
     ) -> None:
-        """Raise a ValueError that names an entry of a tensor that is missing, extra or misshapen."""
+        """Raise a ValueError if an entry of a tensor is missing, extra or misshapen; the error names it."""
         required = self._entries(group, chosen, spec)
         if required is None:
             return
@@ -71,7 +71,7 @@ class StateSchema:
     def _entries(
         self, group: Mapping[str, Any], chosen: GroupClass, spec: TensorSpec
     ) -> Mapping[str, StateEntry] | None:
-        """The entries for a tensor; None if nothing is known."""
+        """Return the entries for a tensor; None if they are unknown."""
         if not (chosen.may_be_cut or class_of(chosen.factory) in vars(optim).values()):
             return None
         settings = hyperparameters_of(group)
@@ -93,13 +93,13 @@ class ShardState:
     """The part of a state dict that one rank loads."""
 
     state: dict[Any, Any]
-    """Of its shards by tensor index, and what belongs to no tensor by its own keys."""
+    """The state of its shards by tensor index, and state that belongs to no tensor under its own keys."""
     groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ValidatedStateDict:
-    """A state dict that fits the optimizer: nothing in it was modified or copied."""
+    """A state dict that fits the optimizer. The check neither modifies nor copies it."""
 
     by_tensor: Mapping[int, Mapping[Any, Any]]
     """The entries of tensors that have state."""
@@ -107,20 +107,20 @@ class ValidatedStateDict:
     """State that belongs to no tensor, under its own keys."""
     groups: Sequence[Mapping[str, Any]]
     structure: str
-    """A text of everything except the values of the state, which ranks compare."""
+    """A text of everything except the values of the state. Ranks compare it."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all values."""
+        """True if it has all values."""
         return not has_placeholder(self.by_tensor)
 
     def lacks_owned(self, rank: int, plan: Plan) -> bool:
-        """Whether it lacks even values that a rank owns, as while another one has the consolidated state."""
+        """Return True if it lacks values that a rank owns, as it does while another has the consolidated state."""
         return any(_lacks(self.by_tensor.get(shard.tensor, {})) for shard in plan.of_rank(rank))
 
     def checksums(self, plan: Plan) -> list[int]:
-        """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here."""
-        # Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
+        """Return a checksum of each tensor's state, and one of all other state; 0 if values of it are missing."""
+        # They cover numbers, and one element of each entry that is here whole: two checkpoints differ in these.
         counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
         others = self.others if self.is_whole else {}
         return [
@@ -129,7 +129,7 @@ class ValidatedStateDict:
         ]
 
     def part_of(self, rank: int, plan: Plan) -> ShardState:
-        """Return what a rank loads, or raise a ValueError if it cannot be cut, or values of it are missing."""
+        """Return what a rank loads; raise a ValueError if an entry cannot be cut, or its values are missing."""
         owned = {
             shard.tensor: _owned(self.by_tensor[shard.tensor], plan, shard)
             for shard in plan.of_rank(rank)
@@ -139,12 +139,12 @@ class ValidatedStateDict:
 
 
 def _lacks(value: object) -> bool:
-    """Whether a part of an entry, or of a container of entries, is neither here nor cut."""
+    """Return True if an entry, or a container of entries, has a placeholder without a shard."""
     return any(isinstance(leaf, StatePlaceholder) and leaf.shard is None for leaf in leaves(value))
 
 
 def _samples(entries: Mapping[Any, Any]) -> list[Any]:
-    """The first element of each strided tensor that has one."""
+    """Return the first element of each strided tensor that has one."""
     return [
         value[(0,) * value.dim()].item()
         for value in entries.values()
@@ -172,17 +172,17 @@ def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, An
 def check_state_dict(
     state_dict: Mapping[str, Any], plan: Plan, local: LocalOptimizer, metadata: StateMetadata, schema: StateSchema
 ) -> ValidatedStateDict:
-    """Check a state dict, of the whole state or with placeholders, against the optimizer.
+    """Check a state dict, with all values or with placeholders, against the optimizer.
 
     Args:
         state_dict: the argument of ``load_state_dict()``.
-        plan: the plan with which it will be loaded.
+        plan: the plan that the load uses.
         local: has the public param groups, their classes, and the names of the extra entries.
         metadata: knows which tensors have state.
         schema: knows which entries the classes keep.
 
     Raises:
-        TypeError, ValueError: if the state dict does not fit; names the group, the parameter and the entry.
+        TypeError, ValueError: if the state dict does not fit. The error names the group, the parameter and the entry.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
@@ -219,7 +219,7 @@ def check_state_dict(
             index_of[key] = len(index_of)
     members = local.members
     for number, own in enumerate(assign(local.classes)):
-        # What this group has is its own, also if a class that was added later has the same name.
+        # Keys that this group has are its own, even if a class that was added later has the same key.
         new = {key: value for key, value in saved_groups[number].items() if key not in groups[number]}
         check_hyperparameters(f"loaded state dict: group {number}", new, members, members[own])
     by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
@@ -242,7 +242,7 @@ def check_state_dict(
                 entries = local.extra.checked(by_tensor[index], spec.shape, where)
                 schema.check(entries, spec, saved_groups[spec.group], local.classes[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
-            # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
+            # State dicts by name come from torch.distributed.checkpoint, which refuses this unless `strict` is False.
             raise ValueError(
                 f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "
                 f"If it was never stepped before the checkpoint was made, say so: state_dict['state'][{index}] = {{}}"
@@ -280,7 +280,7 @@ def _check_entries(entries: object, param: torch.Tensor, where: str) -> None:
     if not isinstance(entries, Mapping):
         raise ValueError(f"{where}: state is a {type(entries).__name__}, not a dict")
     for key, value in entries.items():
-        # Only the rank that owns the parameter would notice.
+        # Without this check, only the rank that owns the parameter would raise.
         if isinstance(value, torch.Tensor) and value.is_meta and not param.is_meta:
             raise ValueError(f"{where}: entry {key!r} is on the meta device: it has no values")
 

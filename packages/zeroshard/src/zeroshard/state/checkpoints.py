@@ -1,4 +1,4 @@
-"""Saves, loads and makes the state of one optimizer: the collective calls, each of which all ranks complete or none."""
+"""Saves, loads and makes the state of one optimizer. Each call is collective: all ranks complete it, or no rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from zeroshard.state.metadata import StateMetadata
 
 @dataclass(frozen=True)
 class LayoutCalls:
-    """What a checkpoint asks of the layout; none of it keeps the optimizer alive.
+    """The functions of the layout that checkpoints call. They do not keep the optimizer alive.
 
     Attributes:
         current: returns the layout in use.
-        update: returns the layout that fits the user's changes, or raises what is wrong with them on this rank.
+        update: returns the layout that fits the user's changes, or raises the error that they cause on this rank.
         adopt: adopts a layout on which all ranks agree.
     """
 
@@ -37,7 +37,7 @@ class Checkpoints:
     """Changes the state of the local optimizer outside of steps.
 
     Args:
-        coordinator: the channel of the ranks' agreements.
+        coordinator: agrees on the process group.
         local: has the state of this rank.
         metadata: knows the state of all ranks.
         hyperparameters: knows what the user has written to param groups.
@@ -56,7 +56,7 @@ class Checkpoints:
         self._hyperparameters, self._layouts, self._schema = hyperparameters, layouts, StateSchema()
 
     def consolidate(self, target: int, to: object) -> None:
-        """Gather the state of all ranks on rank ``target``; -1 if the caller's ``to`` is not an integer. Collective."""
+        """Gather the state of all ranks on rank ``target``, which is -1 if ``to`` is not an integer. Collective."""
         coordinator, metadata, plan = self._coordinator, self._metadata, self._local.plan
         with agreed(coordinator, f"consolidate_state_dict(to={target})") as proposal:
             proposal.set(self._layouts.current().config)
@@ -70,7 +70,7 @@ class Checkpoints:
         metadata.consolidated_to = target
 
     def init_state(self) -> None:
-        """Make the state of all ranks, if there is none. Collective."""
+        """Make the state of all ranks if no rank has any. Collective."""
         local, metadata = self._local, self._metadata
         with agreed(self._coordinator, "init_state()") as proposal:
             layout = self._layouts.update()
@@ -81,7 +81,7 @@ class Checkpoints:
             metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in local.params)
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
-        """Load what ``read`` returns on all ranks, or on none; False if all ranks pass an empty dict. Collective."""
+        """Load what ``read`` returns, on all ranks or none. Return False if all pass an empty dict. Collective."""
         coordinator, local, metadata = self._coordinator, self._local, self._metadata
         with agreed(coordinator, "load_state_dict()", explain_load) as proposal:
             given, layout = read(), self._layouts.update()
@@ -102,7 +102,7 @@ class Checkpoints:
         """Adopt a layout on which ranks agree, and install state on all ranks, or on none. Collective.
 
         ``install`` replaces the state and the param groups of the local optimizer. It must not change the old ones,
-        which are put back after an error.
+        because an error restores them.
         """
         before = [(member, member.state, member.param_groups) for member in self._local.members]
         try:

@@ -1,4 +1,4 @@
-"""State dicts of plain optimizers, one for each class, as one of all classes, and back."""
+"""Splits the state dict of several classes into state dicts of plain optimizers, one for each class, and joins them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ StateDict = dict[str, Any]
 
 
 def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -> tuple[StateDict, ...]:
-    """Return the state dict of each plain optimizer that together do what one of several classes does.
+    """Split the state dict of an optimizer of several classes into a state dict for a plain optimizer of each class.
 
     >>> groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
     >>> split_state_dict({"state": {1: {"step": 1}}, "param_groups": groups}, [0, 1])[1]
     {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.2, 'params': [0]}]}
 
     Args:
-        state_dict: of the whole state, with integers as keys.
-        assignment: for each group the number of its optimizer: ``optimizer.group_assignment``.
+        state_dict: the state dict with all values, and with integers as keys.
+        assignment: the number of each group's optimizer, as in ``optimizer.group_assignment``.
 
     Returns:
-        State dicts by number; they share tensors with ``state_dict``.
+        The state dicts by number. They share tensors with ``state_dict``.
 
     Raises:
-        ValueError: if there are not as many groups, or state that belongs to no parameter.
+        ValueError: if the number of groups differs from ``assignment``, or state belongs to no parameter.
     """
     groups, state = _checked(state_dict, assignment), state_dict["state"]
     parts: list[StateDict] = []
@@ -41,15 +41,14 @@ def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -
 
 
 def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Sequence[int]) -> StateDict:
-    """Return the state dict of one optimizer of several classes: the inverse of :func:`split_state_dict`.
+    """Return the state dict of one optimizer of several classes. This is the inverse of :func:`split_state_dict`.
 
     Args:
-        state_dicts: of the plain optimizers, by number.
-        assignment: for each group of the one optimizer the number of its plain one; the groups of each in order.
+        state_dicts: the state dicts of the plain optimizers, by number.
+        assignment: the number of the plain optimizer of each group; each plain optimizer's groups are in this order.
 
     Raises:
-        ValueError: if a state dict has another number of groups than it is named in ``assignment``, or state that
-            belongs to no parameter.
+        ValueError: if ``assignment`` gives a state dict another number of groups, or state belongs to no parameter.
     """
     _check_assignment(assignment)
     if len(state_dicts) != 1 + max(assignment, default=-1):
@@ -71,7 +70,7 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
 
 
 def with_part(whole: Mapping[str, Any], assignment: Sequence[int], group: int, part: Mapping[str, Any]) -> StateDict:
-    """Return a state dict in which one plain optimizer's, the one of a group, is replaced."""
+    """Return a state dict with ``part`` in place of the state of the plain optimizer of a group."""
     if type(group) is not int or not 0 <= group < len(assignment):
         raise ValueError(f"load_state_dict(group={group!r}): there are groups 0 to {len(assignment) - 1}")
     parts: list[Mapping[str, Any]] = [*split_state_dict(whole, assignment)]
@@ -80,7 +79,7 @@ def with_part(whole: Mapping[str, Any], assignment: Sequence[int], group: int, p
 
 
 def _checked(state_dict: Mapping[str, Any], assignment: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-    """Return the groups of a state dict that has as many as an assignment, and no state of anything else."""
+    """Return the groups of a state dict; raise if their number does not fit, or state belongs to no parameter."""
     _check_assignment(assignment)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError("a state dict has 'state' and 'param_groups', as a plain optimizer's")

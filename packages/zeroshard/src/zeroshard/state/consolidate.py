@@ -1,4 +1,4 @@
-"""Saving: the state of all shards, as one optimizer without sharding would have it, on one rank's CPU."""
+"""Gathers the state of all shards on one rank's CPU, in the form that an optimizer without sharding has."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SENT = (*PLAIN, torch.Tensor, list, tuple, dict)
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What one rank was sent by all ranks.
+    """The state of all ranks, on the rank that has received it.
 
     Attributes:
-        state: by tensor index, and what belongs to no tensor by its own keys.
-        written: by param group, what the lowest rank with a tensor of it has there since the last step.
+        state: the entries by tensor index, and state that belongs to no tensor under its own keys.
+        written: the values that steps wrote to each param group, from the lowest rank that owns a tensor of the group.
     """
 
     state: Mapping[Any, Any]
@@ -36,7 +36,7 @@ class Consolidated:
 
 
 def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank: int) -> Manifest:
-    """Describe all state of this rank: of each of its shards, of no parameter, and what was written to groups.
+    """Describe all state of this rank: of its shards, of no parameter, and the values that steps wrote to groups.
 
     Raises:
         StateMapError: if an entry of the state can be neither joined nor sent.
@@ -59,7 +59,7 @@ def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank
     written = []
     for number in [number for number, owner in lowest.items() if owner == rank]:
         for key, value in hyperparameters.unchanged(number, groups[number]).items():
-            # What cannot be sent, or would arrive as another type, stays as the receiver has it.
+            # The receiver keeps its own value if this one cannot be sent, or would arrive as another type.
             found = list[torch.Tensor]()
             with suppress(StateMapError):
                 if type(value) in _SENT:
@@ -80,7 +80,7 @@ def gather_state(coordinator: Coordinator, plan: Plan, manifest: Manifest, targe
 
 
 def copy_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
-    """Copy packed param groups, tensors in them to the CPU."""
+    """Copy packed param groups, and the tensors in them to the CPU."""
     return [{key: _on_cpu(value) for key, value in group.items()} for group in groups]
 
 
@@ -89,7 +89,7 @@ def _on_cpu(value: object) -> object:
 
 
 class _Assembler:
-    """Makes the buffers that receive the shards of all ranks, and the whole state of them."""
+    """Makes the buffers that receive the shards of all ranks, and builds the whole state from them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -97,10 +97,10 @@ class _Assembler:
         self._others: dict[str, Any] = {}
         self._written: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         self._first: dict[int, tuple[int, set[tuple[Key, str]]]] = {}
-        """By cut tensor, the first rank that owns a part, and the keys of its entries with the dtypes of parts."""
+        """The first rank that owns a part of each cut tensor, and the keys of its entries with the parts' dtypes."""
 
     def receive_buffers(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
-        """Make buffers for what one rank sends; see :func:`zeroshard_comm.gather`."""
+        """Make buffers for the values that one rank sends; see :func:`zeroshard_comm.gather`."""
         buffers: list[torch.Tensor] = []
 
         def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, device: str) -> torch.Tensor:
@@ -116,7 +116,7 @@ class _Assembler:
             for key, entry in written:
                 entries, dtype = self._state[shard.tensor], part_dtype(entry)
                 if not dtype:
-                    # One value for the whole tensor, such as a step count, is the same with every part.
+                    # A value of the whole tensor, such as a step count, is the same for every part.
                     entries.setdefault(key, read_value(entry, make))
                     continue
                 if key not in entries:
@@ -141,9 +141,9 @@ class _Assembler:
             )
 
     def consolidated(self) -> Consolidated:
-        """Return what has arrived; complete only after the transfer."""
+        """Return the received state, which is complete only after the transfer."""
         tensors = self._plan.tensors
-        # Also of tensors that were never stepped, so that a load can tell them from lost ones.
+        # Include tensors that were never stepped, so that a load can tell them from missing ones.
         stateful_groups = {tensors[index].group for index in self._state}
         by_tensor = {i: self._state.get(i, {}) for i, spec in enumerate(tensors) if spec.group in stateful_groups}
         return Consolidated({**by_tensor, **self._others}, self._written)

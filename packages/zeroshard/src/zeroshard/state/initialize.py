@@ -1,4 +1,4 @@
-"""State before the first step: what a step with zero gradients and learning rate 0 leaves."""
+"""Makes the state before the first step, by a step with zero gradients and learning rate 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard.state.placeholder import TensorWithoutValues
 
 
 def has_state(local: LocalOptimizer) -> bool:
-    """Whether this rank has any state."""
+    """Return True if this rank has any state."""
     return any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
 
 
@@ -26,11 +26,11 @@ def make_state(local: LocalOptimizer) -> None:
 
 
 def is_torchs_own_step(params: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
+    """Return True if torch.distributed.checkpoint steps to make state: learning rates and gradients are all 0."""
     grads = [param.grad for param in params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False
-    # Only now, as these may wait for the device.
+    # Checked last, because reading these may wait for the device.
     rates = (group.get("lr", 1) for group in groups)
     return not any(rates) and not any(grad is not None and grad.any() for grad in grads)
 

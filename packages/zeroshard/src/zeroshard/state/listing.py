@@ -1,4 +1,4 @@
-"""``state_dict()`` of one rank: its own values, and placeholders for the values of other ranks."""
+"""Lists ``state_dict()`` of one rank: its own values, and placeholders for the values of other ranks."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ StateDict = dict[Any, Any]
 
 
 class PartialState(dict[Any, Any]):
-    """A state dict, or the ``"state"`` of one, that lacks values of other ranks: it can be copied, but not pickled.
+    """A state dict, or its ``"state"``, that lacks the values of other ranks. It can be copied, but not pickled.
 
-    Copies, deep copies and mappings built by its class are of this class too.
+    Copies, deep copies and mappings that its class builds are of this class too.
     """
 
     def copy(self) -> PartialState:
-        """Return another with the same values."""
+        """Return a copy with the same values."""
         return PartialState(self)
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartialState:
-        """Return another with copies of the values."""
+        """Return a copy with copies of the values."""
         copied = memo[id(self)] = PartialState()
         copied.update({copy.deepcopy(key, memo): copy.deepcopy(value, memo) for key, value in self.items()})
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled."""
+        """Raise a RuntimeError, because a pickle would lack the values of other ranks."""
         raise RuntimeError(
             "this state_dict() has only the values of one rank, and a file of it would lack the others'. Call "
             "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank; or save it "
@@ -48,16 +48,16 @@ class PartialState(dict[Any, Any]):
 
 
 def check_whole(checkpoint: object) -> None:
-    """Raise the error of saving what lacks values of other ranks, before a file is opened. Not collective.
+    """Raise if a checkpoint lacks values of other ranks. Call this before a file is opened. Not collective.
 
-    ``torch.save`` empties its file before it finds out, so that a checkpoint under the same name is lost.
+    ``torch.save`` empties its file before it raises, and a checkpoint with the same name is lost.
 
     Args:
-        checkpoint: what is going to be pickled: dicts, lists and tuples are searched, however deep.
+        checkpoint: the object to be pickled. The search enters dicts, lists and tuples at any depth.
 
     Raises:
-        RuntimeError: if it has a :meth:`~zeroshard.ZeroRedundancyOptimizer.state_dict` with placeholders, or a gradient
-            that is sharded.
+        RuntimeError: if it has a :meth:`~zeroshard.ZeroRedundancyOptimizer.state_dict` with placeholders, or a sharded
+            gradient.
     """
     if isinstance(checkpoint, PartialState | TensorWithoutValues):
         checkpoint.__reduce_ex__(2)
@@ -72,21 +72,21 @@ def check_whole(checkpoint: object) -> None:
 def list_state(local: LocalOptimizer, metadata: StateMetadata, hyperparameters: Hyperparameters) -> StateDict:
     """List the whole state in the form of the unsharded optimizer's state dict, without communication."""
     plan, inner = local.plan, local.optim.state
-    # As they are now: as without sharding, and as the other ranks list them.
+    # List the groups as they are now, as the unsharded optimizer and the other ranks do.
     packed = pack_groups(local.groups)
     if metadata.consolidated is not None:
         whole = metadata.consolidated
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.state.items()}
         listed = []
         for number, group in enumerate(packed):
-            # What was written here since the step, also after the consolidation, is listed as it is.
+            # A value that was written on this rank since the step, even after the consolidation, takes precedence.
             unchanged = hyperparameters.unchanged(number, group)
             written = whole.written.get(number, {}).items()
             listed.append({**group, **{key: value for key, value in written if key in unchanged}})
         return {"state": state, "param_groups": copy_groups(listed)}
     lists_own = metadata.consolidated_to is None
     state = {}
-    # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
+    # The rank with the consolidated state lists tensors that were never stepped as empty; the others list them too.
     stateful = {spec.group for index, spec in enumerate(plan.tensors) if not lists_own and metadata.placeholders(index)}
     for index, spec in enumerate(plan.tensors):
         shard = local.shards.get(index) if lists_own else None
@@ -102,7 +102,7 @@ def list_state(local: LocalOptimizer, metadata: StateMetadata, hyperparameters: 
 
 
 def _own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
-    """Return the entries of a shard of this rank; of a cut tensor as placeholders that hold this rank's part."""
+    """Return the entries of a shard of this rank. Entries of a cut tensor become placeholders that hold its part."""
     if not isinstance(entries, Mapping):
         return entries
     if not shard.is_cut:

@@ -1,4 +1,4 @@
-"""Loading: a state dict is checked on every rank, then each rank takes what it owns, or all stay unchanged."""
+"""Loads a state dict: every rank checks it, then each rank installs what it owns, or no rank changes anything."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DIFFERENT = "they were handed different checkpoints"
 
 @dataclass(frozen=True)
 class CheckedLoad:
-    """What one rank passed to ``load_state_dict()``, checked; each rank makes one, and they are compared.
+    """The checked arguments of ``load_state_dict()`` on one rank. Each rank makes one, and ranks compare them.
 
     Attributes:
         checked: the state dict; None if it is empty.
         parts: the parts that this rank loads or sends, by rank.
-        from_rank: the rank whose state dict all ranks load, as passed.
-        settings: what must be the same on all ranks.
+        from_rank: the rank whose state dict all ranks load; None if each loads its own.
+        settings: the values that must be equal on all ranks.
         digest: a checksum of the structure of the state dict.
-        numbers: what ranks tell each other of their state dicts; see :func:`_source`.
+        numbers: integers about the state dict that ranks exchange; see :func:`_source`.
     """
 
     checked: ValidatedStateDict | None
@@ -54,13 +54,13 @@ def check_load(
 
     Args:
         given: the state dict.
-        plan: the plan with which it will be loaded.
+        plan: the plan that the load uses.
         local: has the public param groups, their classes, and the names of the extra entries.
         metadata: knows which tensors have state, and which rank has the consolidated state.
         schema: knows which entries the classes keep.
         rank: this rank.
         from_rank: the rank whose state dict all ranks load; None if each loads its own.
-        group: the argument of that name, which ranks compare.
+        group: the argument ``group``, which ranks compare.
 
     Raises:
         TypeError, ValueError: if the state dict or ``from_rank`` does not fit.
@@ -95,15 +95,15 @@ def check_load(
 
 
 def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None) -> ShardState:
-    """Return what this rank loads, which may come from another one. Collective, once ranks agree on what they passed.
+    """Return what this rank loads, which another rank may send. Collective; ranks must agree on the arguments before.
 
     Args:
-        coordinator: the channel of the ranks' agreements.
-        mine: what this rank was passed.
+        coordinator: agrees on the process group.
+        mine: the checked arguments of this rank.
         holder: the rank that has the consolidated state; None if no rank has it.
 
     Raises:
-        DisagreementError: if ranks were passed different checkpoints, or values are missing.
+        DisagreementError: if ranks pass different checkpoints, or values are missing.
     """
     from_rank = mine.from_rank
     if from_rank is None:
@@ -112,7 +112,7 @@ def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None
 
 
 def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -> int | None:
-    """Compare what ranks were handed, and return the rank that hands out the values; None if each has its own."""
+    """Compare the state dicts of all ranks, and return the rank that sends values; None if each rank has its own."""
     is_whole, lacks_owned, *checksums = zip(*coordinator.gather_ints(mine, "load_state_dict()"), strict=True)
     for of_tensor in checksums:
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
@@ -133,7 +133,7 @@ def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -
 
 
 def _handed_out(coordinator: Coordinator, parts: Mapping[int, ShardState], from_rank: int | None) -> ShardState:
-    """Return the part of this rank, which may come from another one. Collective."""
+    """Return the part of this rank, which another rank may send. Collective."""
     rank = coordinator.ranks.rank
     if from_rank is None or coordinator.is_single_rank:
         return parts[rank]
@@ -153,7 +153,7 @@ def explain_load(here: str, there: str, rank: int, other: int) -> str:
 
 
 def install(local: LocalOptimizer, part: ShardState) -> None:
-    """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and moves it."""
+    """Pass state to the inner optimizer's own ``load_state_dict()``, which casts and moves it."""
     inner = local.optim
     position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}
     pairs = zip(part.groups, inner.param_groups, strict=True)

@@ -1,4 +1,4 @@
-"""Which entries the state of each parameter has: ranks tell each other whenever an owner's entries have changed."""
+"""Knows which entries the state of each parameter has. Ranks exchange this when the entries of an owner change."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class StateMetadata:
-    """Names, shapes and dtypes of the state on all ranks, changed only by :meth:`exchange`; and what was consolidated.
+    """Names, shapes and dtypes of the state on all ranks, which only :meth:`exchange` changes; the consolidated state.
 
     Args:
-        coordinator: the channel of the ranks' agreements.
+        coordinator: agrees on the process group.
         local: has the state of this rank.
 
     Attributes:
-        consolidated_to: the rank to which the state was consolidated since the last step, if it was.
-        consolidated: the whole state, and what was written to param groups, on that rank.
+        consolidated_to: the rank that has the consolidated state; None if no rank has consolidated since the last step.
+        consolidated: the whole state, and the values that steps wrote to param groups, on that rank; None elsewhere.
         keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
@@ -42,33 +42,33 @@ class StateMetadata:
         self.drop_consolidated()
 
     def drop_consolidated(self) -> None:
-        """Forget what was consolidated: something is about to change."""
+        """Drop the consolidated state, which is stale after a change."""
         self.consolidated_to: int | None = None
         self.consolidated: Consolidated | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has any state."""
+        """True if no rank has any state."""
         return not self._described
 
     def __contains__(self, index: int) -> bool:
-        """Whether a parameter, by its tensor index, has state on any rank."""
+        """Return True if the parameter with this tensor index has state on any rank."""
         return index in self._described
 
     def has_changed(self) -> bool:
-        """Whether this rank's state has other entries than at the last exchange, or of another kind."""
+        """Return True if the entries of this rank's state, or their kinds, differ from the last exchange."""
         values = self._values()
         if len(values) == len(self._seen) and all(map(_is_same, self._seen, values)):
             return False
         try:
             is_new = self._mine() != self._told
-        except Exception:  # noqa: BLE001 - whatever it is, the exchange raises it on every rank
+        except Exception:  # noqa: BLE001 - the exchange raises any error on every rank
             return True
         self._seen = self._seen if is_new else list(map(_seen, values))
         return is_new
 
     def exchange(self, operation: str) -> None:
-        """Tell all ranks which entries each rank has, or raise a ValueError if some cannot be sent. Collective."""
+        """Exchange which entries each rank has; raise a ValueError if an entry cannot be sent. Collective."""
         coordinator = self._coordinator
         with agreed(coordinator, operation):
             mine = self._mine()
@@ -90,7 +90,7 @@ class StateMetadata:
         return entries
 
     def _mine(self) -> str:
-        """The description of this rank's state: the kind of each entry."""
+        """Return the description of this rank's state: the kind of each entry."""
         local, tensors = self._local, self._local.plan.tensors
         described = {}
         for index, shard in local.shards.items():
@@ -102,7 +102,7 @@ class StateMetadata:
 
     @staticmethod
     def _kind(value: Any) -> Any:  # noqa: ANN401 - a state entry
-        """The value, with a tensor in place of a number or text, whose values are not exchanged."""
+        """Return the value, or a tensor in place of a number or text, because ranks exchange no values."""
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
         if value is None or isinstance(value, torch.Tensor):
@@ -112,8 +112,8 @@ class StateMetadata:
         return torch.empty((), dtype=torch.uint8, device="cpu") if isinstance(value, str) else value
 
     def _values(self) -> list[Any]:
-        """The entries of this rank's state."""
-        # Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
+        """Return the entries of this rank's state."""
+        # This reads neither shapes nor dtypes of tensors, because that costs too much in a step.
         found: list[Any] = []
         local = self._local
         for shard in local.shards.values() if local.extra.kinds else ():
@@ -129,10 +129,10 @@ def label_of(key: object, spec: TensorSpec) -> str:
 
 
 def _seen(value: object) -> object:
-    """What tells whether an entry of the state is the same tensor, or of the same type; None for a container."""
+    """Return a weak reference to a tensor, and the type of any other entry, for `_is_same`; None for a container."""
     if isinstance(value, (Mapping, list, tuple)):
         return None
-    # Weakly: a tensor that was replaced must be freed.
+    # The reference is weak, so that a tensor is freed when another one replaces it.
     return weakref.ref(value) if isinstance(value, torch.Tensor) else type(value)
 
 

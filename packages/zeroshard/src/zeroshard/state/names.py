@@ -1,4 +1,4 @@
-"""State by the names of parameters, as FSDP saves it and other programs read it."""
+"""Keys state by the names of parameters, as FSDP saves it and other programs read it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Keys = Literal["indices", "names"]
 
 
 def check_keys(keys: Keys) -> Keys:
-    """Return it, or raise a ValueError."""
+    """Return ``keys``; raise a ValueError if it is not one of :data:`Keys`."""
     if keys not in get_args(Keys):
         raise ValueError(f"`keys` must be one of {get_args(Keys)}, but got {keys!r}")
     return keys
@@ -35,7 +35,7 @@ def _names_of(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def key_by_name(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Key a state dict by names instead of indices; it is of class :class:`PartialState` if the given one is."""
+    """Key a state dict by names instead of indices. A :class:`PartialState` gives a :class:`PartialState`."""
     named = to_names(state_dict, _names_of(groups))
     return PartialState(named, state=PartialState(named["state"])) if isinstance(state_dict, PartialState) else named
 
@@ -69,13 +69,13 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns without sharding.
 
-    Collective. State that does not exist yet is made, as torch's function does; see
+    Collective. This makes state that does not exist yet, as torch's function does; see
     :meth:`ZeroRedundancyOptimizer.init_state`. The state stays consolidated until the next step, as after
     :meth:`ZeroRedundancyOptimizer.consolidate_state_dict`.
 
     Args:
-        model: has the optimizer's parameters; names of DistributedDataParallel and torch.compile are left out.
-        optimizer: whose state to gather.
+        model: has the optimizer's parameters. Their names lack prefixes of DistributedDataParallel and torch.compile.
+        optimizer: the optimizer whose state to gather.
         to: the group rank that receives it.
 
     Returns:
@@ -83,14 +83,14 @@ def full_optimizer_state_dict(
         ``set_optimizer_state_dict`` with ``full_state_dict=True`` loads; an empty dict on other ranks.
 
     Raises:
-        Exception: as ``consolidate_state_dict()``, on every rank; or as torch's function, for a model that does not
-            have the optimizer's parameters.
+        Exception: the error of ``consolidate_state_dict()``, on every rank; or the error of torch's function, if the
+            model does not have the optimizer's parameters.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     optimizer.init_state()
     optimizer.consolidate_state_dict(to=to)
     found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    # What was never stepped, or is frozen, is not listed without sharding.
+    # Without sharding, torch does not list parameters that are frozen or were never stepped.
     found["state"] = {name: entries for name, entries in found["state"].items() if entries}
     return found if optimizer.rank == to else {}

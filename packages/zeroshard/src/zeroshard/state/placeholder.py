@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 class TensorWithoutValues(torch.Tensor):
     """Base class of placeholders for values on other ranks; made by ``make_wrapper_subclass``.
 
-    A subclass says in ``allowed`` which operators it knows, and in :meth:`refusal` what to do instead of all others.
+    A subclass lists the operators that it supports in ``allowed``, and says in :meth:`refusal` what to do instead.
     """
 
     allowed: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
@@ -47,11 +47,11 @@ class TensorWithoutValues(torch.Tensor):
         raise next(item for item in leaves([args, kwargs or {}]) if isinstance(item, cls)).refusal(str(func))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled."""
+        """Raise a RuntimeError, because there are no values to pickle."""
         raise self.refusal("pickling")
 
     def _read_memory(self, *_: object, **__: object) -> NoReturn:
-        """Refuse to give its memory away."""
+        """Raise a RuntimeError, because there is no memory to read."""
         raise self.refusal("reading its memory")
 
     numpy = tolist = untyped_storage = share_memory_ = __dlpack__ = __dlpack_device__ = _read_memory
@@ -60,21 +60,21 @@ class TensorWithoutValues(torch.Tensor):
 class StatePlaceholder(TensorWithoutValues):
     """Replaces a state entry of a parameter if this rank does not hold all of its values.
 
-    It has the shape, dtype and device of the whole entry, and no memory but the part's. It can be copied and
-    moved to another device or dtype, which gives another one; whatever would read or pickle its values raises a
-    RuntimeError that says what to do. torch.distributed.checkpoint asks it by three methods with two underscores, as it
-    asks DTensor, which box of the entry to write and to read here: the part, or nothing.
+    It has the shape, dtype and device of the whole entry, and no memory except the part's. A copy of it, on the same or
+    another device or dtype, is another placeholder. Reading or pickling its values raises a RuntimeError that says what
+    to do. torch.distributed.checkpoint calls its three methods with two underscores, as it calls DTensor's, to find the
+    box of the entry that this rank writes and reads: the part, or nothing.
 
     Args:
-        shape: of the whole entry.
-        dtype: of its values.
-        device: where they lie.
+        shape: the shape of the whole entry.
+        dtype: the dtype of its values.
+        device: the device of its values.
         title: names the entry in errors.
-        part: this rank's rows of the entry, if it owns some.
-        shard: which rows these are.
+        part: this rank's rows of the entry; None if it owns no rows.
+        shard: says which rows these are.
 
     Attributes:
-        part, shard: as given; the part moves with the placeholder.
+        part, shard: this rank's rows, which move with the placeholder, and the shard that says which rows these are.
     """
 
     part: torch.Tensor | None
@@ -97,7 +97,7 @@ class StatePlaceholder(TensorWithoutValues):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
-        """Describe it, without values."""
+        """Describe the placeholder, without values."""
         part = "" if self.part is None else f", part={tuple(self.part.shape)}"
         return f"StatePlaceholder({self._title}, shape={tuple(self.shape)}, dtype={self.dtype}{part})"
 
@@ -129,7 +129,7 @@ class StatePlaceholder(TensorWithoutValues):
         return [ChunkStorageMetadata(torch.Size(offsets), self.part.shape)]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return what to write of the entry of that name."""
+        """Return the items to write for the entry named ``fqn``."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -144,7 +144,7 @@ class StatePlaceholder(TensorWithoutValues):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the part, to be read or written."""
+        """Return the part, which torch reads or writes."""
         if self.part is None:
             raise self.refusal(f"reading {index.fqn}")
         return self.part
@@ -170,7 +170,7 @@ class StatePlaceholder(TensorWithoutValues):
 
 
 def leaves(value: object) -> Iterator[object]:
-    """Yield what is in an entry, or in containers of entries, however deep; of a wrapper, the tensors in it."""
+    """Yield the values in an entry, or in containers of entries at any depth, and the tensors in a wrapper."""
     value = inner_tensors(value) or value
     if not isinstance(value, (Mapping, list, tuple)):
         yield value
@@ -180,7 +180,7 @@ def leaves(value: object) -> Iterator[object]:
 
 
 def map_leaves(value: Any, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a state entry
-    """Return the same containers, with what a function makes of each of the :func:`leaves`."""
+    """Return the same containers, with the result of ``call`` in place of each value."""
     if isinstance(value, Mapping):
         return {key: map_leaves(item, call) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -190,13 +190,13 @@ def map_leaves(value: Any, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 -
 
 
 def inner_tensors(value: object) -> dict[str, torch.Tensor]:
-    """Return the tensors of which a wrapper subclass consists, such as a quantised tensor; none of other values."""
+    """Return the tensors in a wrapper subclass, such as a quantised tensor, by name; empty for other values."""
     flatten = getattr(type(value), "__tensor_flatten__", None)
     return {name: getattr(value, name) for name in flatten(value)[0]} if flatten else {}
 
 
 def has_placeholder(value: object) -> bool:
-    """Whether an entry, or a container of entries, holds a placeholder."""
+    """Return True if an entry, or a container of entries, holds a placeholder."""
     return any(isinstance(leaf, StatePlaceholder) for leaf in leaves(value))
 
 
@@ -219,7 +219,7 @@ def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> t
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy the part of one placeholder to another's, for the same rows."""
+    """Copy the part of one placeholder to the part of another placeholder for the same rows."""
     if not isinstance(source, StatePlaceholder):
         assert isinstance(target, StatePlaceholder)
         raise target.refusal("copying a tensor into it")

@@ -1,4 +1,4 @@
-"""Optimizer state as JSON and tensors: the allowed entries, and how they are written and sent without pickle."""
+"""Describes the allowed entries of optimizer state as JSON and tensors, and sends them without pickle."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zeroshard.local.shard import LocalShard
 from zeroshard.state.placeholder import inner_tensors, leaves, map_leaves
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
-"""Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
+"""Makes a tensor of a dtype, a shape and strides (None: contiguous), given the device type of the described tensor."""
 
 Key = str | int
 Described = list[tuple[Key, Any]]
-"""Entries by their keys, as pairs, since JSON would turn integers into text."""
+"""Pairs of key and entry, because JSON would turn integer keys of a dict into text."""
 
 PLAIN = (bool, int, float, str, type(None))
 
 
 def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any:  # noqa: ANN401 - JSON
-    """Describe a state entry as JSON for :func:`read_value`; tensors in it are described, and appended to a list."""
+    """Describe a state entry as JSON for :func:`read_value`, and append the tensors in it to ``tensors``."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor) and not inner_tensors(value):
@@ -43,7 +43,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
     if isinstance(value, set) and all(isinstance(item, PLAIN) for item in value):
         return {"set": sorted(value, key=str)}
     if isinstance(value, dict) and all(map(is_key, value)):
-        # As pairs: JSON would turn integers into text.
+        # A list of pairs, because JSON would turn integer keys into text.
         return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
         f"{where} is a {type(value).__name__}, which cannot be moved without pickle; state may hold tensors, numbers, "
@@ -52,7 +52,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
 
 
 def is_key(key: object) -> bool:
-    """Whether a key of the state can be written."""
+    """Return True if a key of the state can be written."""
     return isinstance(key, (str, int)) and not isinstance(key, bool)
 
 
@@ -62,7 +62,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in, a state entry out
-    """Rebuild a state entry from its description; ``make`` returns each tensor that it is to hold, in order."""
+    """Rebuild a state entry from its description. ``make`` returns each tensor in it, in order."""
     if isinstance(written, PLAIN):
         return written
     match written:
@@ -75,7 +75,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
             return make(dtype, shape, stride, device)
         case {"sparse": [shape, *parts]}:
             indices, values = [read_value(part, make) for part in parts]
-            # They may not have arrived yet, so their invariants cannot be checked.
+            # The values may not have arrived yet, so torch must not check their invariants.
             return torch.sparse_coo_tensor(
                 indices, values, shape, device=indices.device, check_invariants=False, is_coalesced=True
             )
@@ -91,7 +91,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
 def describe_entries(
     shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor]
 ) -> Described:
-    """Describe a shard's state: ``{"part": dtype}`` where a cut tensor has a value per element, else the value."""
+    """Describe a shard's state: the value, or ``{"part": dtype}`` if a cut tensor has a value per element."""
     described: Described = []
     if not isinstance(entries, Mapping):
         raise StateMapError(f"the state of {name!r} is a {type(entries).__name__}, not a dict")
@@ -113,12 +113,12 @@ def describe_entries(
 
 
 def part_dtype(described: Any) -> str:  # noqa: ANN401 - JSON
-    """Return the dtype of the whole entry of which a part was described, ``""`` if it was no part."""
+    """Return the dtype of a part, from its description; ``""`` for the description of a whole entry."""
     return str(described.get("part", "")) if isinstance(described, dict) else ""
 
 
 def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:
-    """The state of a part of a tensor, laid out in memory as the part is, since its bytes are sent."""
+    """Return the state of a part of a tensor with the part's strides, because ranks send its bytes."""
     if value.shape != part.shape:
         raise StateMapError(
             f"{where} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, so it is not elementwise "
@@ -128,7 +128,7 @@ def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.T
 
 
 def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
-    """Copy a state entry, tensors included, so that nothing is shared with it."""
+    """Copy a state entry and the tensors in it, so that the copy shares nothing with it."""
     return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
 
 
@@ -136,8 +136,8 @@ def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
     """Send a value that :func:`write_value` accepts to a rank, which calls :func:`receive_value`.
 
     Raises:
-        PeerLostError: if it is gone.
-        StateMapError: if it is something else; nothing has been sent then.
+        PeerLostError: if the rank is lost.
+        StateMapError: if :func:`write_value` does not accept the value. Nothing is sent then.
     """
     tensors: list[torch.Tensor] = []
     description = write_value(value, tensors, "a value")
@@ -146,7 +146,7 @@ def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
 
 
 def receive_value(coordinator: Coordinator, peer: int) -> Any:  # noqa: ANN401 - as send_value
-    """Receive what :func:`send_value` sends; tensors are contiguous, on the CPU."""
+    """Receive the value that :func:`send_value` sends. Its tensors are contiguous, on the CPU."""
     arriving: list[torch.Tensor] = []
     values: list[Any] = []
 

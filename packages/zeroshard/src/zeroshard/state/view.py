@@ -18,10 +18,10 @@ from zeroshard.state.metadata import StateMetadata
 class StateView(MutableMapping[Any, Any]):
     """The state of this rank's shards, which can be written, and placeholders for other ranks' shards.
 
-    A parameter's entries are assigned and removed as a whole by the same call on all ranks: its owner does it, and the
-    others do nothing. Extra entries (master weights, averages) are merged into what is read; writes go to the
-    optimizer class's own dict. As with an optimizer's own ``state``, looking up what is not there puts an empty dict
-    there, where this rank owns the parameter. A copy of the view is a dict of its own.
+    The same call on all ranks assigns or removes a parameter's entries as a whole: its owner does it, and other ranks
+    do nothing. Reads include extra entries (master weights, averages); writes go to the optimizer class's own dict. As
+    in the ``state`` of a plain optimizer, looking up a parameter without entries adds an empty dict, if this rank owns
+    the parameter. A copy of the view is a separate dict.
     """
 
     def __init__(self, local: LocalOptimizer, metadata: StateMetadata) -> None:
@@ -57,7 +57,7 @@ class StateView(MutableMapping[Any, Any]):
         self._state.pop(self._local_key(key), None)
 
     def __iter__(self) -> Iterator[Any]:
-        # Over the keys there are now: entries may be replaced meanwhile.
+        # Iterate over a list of the current keys, because the caller may replace entries meanwhile.
         params = [param for param in self._local.params if param in self]
         known = {self._local_key(param) for param in params}
         return iter([*params, *[key for key in self._state if key not in known]])
@@ -66,7 +66,7 @@ class StateView(MutableMapping[Any, Any]):
         return len(list(iter(self)))
 
     def __bool__(self) -> bool:
-        # torch.distributed.checkpoint makes a step where this is False.
+        # torch.distributed.checkpoint steps if this is False.
         return self._metadata.keeps_none or len(self) > 0
 
     def __contains__(self, key: object) -> bool:
@@ -82,23 +82,23 @@ class StateView(MutableMapping[Any, Any]):
         return defaultdict, (dict, dict(self))
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
-        """Return the entries of ``key``, or ``default``; adds nothing."""
+        """Return the entries of ``key``, or ``default``. Adds nothing."""
         if key not in self:
             return default
         return self[key]
 
     def clear(self) -> None:
-        """Drop the state of what this rank owns."""
+        """Drop all state that this rank owns."""
         self._state.clear()
         for shard in self._local.shards.values():
             self._local.extra.drop_entries(shard)
 
     def popitem(self) -> NoReturn:
-        """Refuse: what other ranks own would be returned again and again."""
+        """Raise a RuntimeError, because it would return the same item of another rank again and again."""
         raise RuntimeError("optimizer.state.popitem() is not supported: call pop(param) on all ranks, or clear()")
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
-        """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
+        """Remove and return the entries of ``key``. Without any, return ``default``, or raise a KeyError."""
         if key not in self:
             return self._state.pop(self._local_key(key), *default)
         value = self[key]
@@ -112,7 +112,7 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def replace(self, value: Mapping[Any, Any]) -> None:
-        """Replace the state of what this rank owns."""
+        """Replace all state that this rank owns."""
         given = [*value.items()]
         self._local.optim.state = defaultdict(dict)
         self.update(given)
@@ -122,9 +122,9 @@ class StateView(MutableMapping[Any, Any]):
         return self._local.optim.state
 
     def _place(self, key: object) -> LocalShard | int | None:
-        """This rank's shard of a parameter, or the index of one that belongs to other ranks; None for other keys."""
+        """Return this rank's shard of a parameter, or the index of another rank's parameter; None for other keys."""
         if self._shards is not self._local.shards:
-            # Shards come and go only in another dict of them.
+            # A change of the shards always makes another dict.
             self._shards = shards = self._local.shards
             self._places = {param: shards.get(index, index) for index, param in enumerate(self._local.params)}
         return self._places.get(key) if isinstance(key, torch.Tensor) else None
@@ -134,13 +134,13 @@ class StateView(MutableMapping[Any, Any]):
         return place.tensor if isinstance(place, LocalShard) else key
 
     def _extra(self, key: object) -> dict[str, torch.Tensor]:
-        """The entries that are not of the class."""
+        """Return the entries that are not the optimizer class's own."""
         place = self._place(key)
         return self._local.extra.entries(place) if isinstance(place, LocalShard) else {}
 
 
 class _OthersEntries(PartialState):
-    """Placeholders for the state of a parameter of other ranks, which this rank cannot write to."""
+    """Placeholders for the state of another rank's parameter, which this rank cannot change."""
 
     title = "this parameter"
 
