@@ -1,6 +1,6 @@
-"""From the user's arguments to a :class:`~zeroshard.plan.layout.Layout`, which says who owns what.
+"""Computes a :class:`~zeroshard.plan.layout.Layout`, which says who owns what, from the user's arguments.
 
-``groups`` reads and checks the parameters, ``hyperparameters`` writes down what ranks compare, and ``eligibility`` says
-which optimizers may be sharded, and how; ``optimizer_check`` tries out the others. ``layout`` makes a plan of all this,
-and the next one after a change of the model, without changing anything.
+``groups`` reads and checks the parameters, ``hyperparameters`` writes the text that ranks compare, and ``eligibility``
+decides which optimizers may be sharded, and how; ``optimizer_check`` tests the others. ``layout`` computes the first
+plan, and the next plan after a change of the model. It changes nothing.
 """

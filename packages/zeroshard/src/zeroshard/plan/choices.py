@@ -1,7 +1,7 @@
-"""Optimizers as text, such as ``Muon(lr=0.02):matrices+AdamW:rest``, and which parameters each class gets.
+"""Parses optimizers from text, such as ``Muon(lr=0.02):matrices+AdamW:rest``, and assigns parameters to each class.
 
-That is a list of choices. A choice is a class, keyword arguments that are literals, and the parameters that it takes: a
-glob over their names, ``matrices`` or ``rest``. To read it, nothing is imported or evaluated.
+The text is a list of choices. A choice is a class, keyword arguments that are literals, and the parameters that it
+takes: a glob over their names, ``matrices`` or ``rest``. Parsing imports and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Choice:
     """An optimizer class for some parameters.
 
     Attributes:
-        name: of a class of ``torch.optim``, or ``package.Class``.
+        name: the name of a class of ``torch.optim``, or ``package.Class``.
         arguments: names and values of keyword arguments.
-        pattern: glob over names of parameters, ``"matrices"``, or ``"rest"``: what no other choice takes.
+        pattern: a glob over names of parameters, ``"matrices"``, or ``"rest"`` for all that no other choice takes.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Choice:
 
 
 def parse(text: str) -> tuple[Choice, ...]:
-    """Read choices, which ``+`` separates; one without a pattern takes the rest.
+    """Parse choices, which ``+`` separates. A choice without a pattern takes the rest.
 
     >>> [choice.pattern for choice in parse("SGD(momentum=0.9):*.bias + AdamW")]
     ['*.bias', 'rest']
@@ -50,7 +50,7 @@ def parse(text: str) -> tuple[Choice, ...]:
     (Choice(name='Muon', arguments=(('lr', 0.02),), pattern='matrices'),)
 
     Raises:
-        ValueError: naming the part that is no choice.
+        ValueError: if a part of the text is no choice; the error names the part.
     """
     choices = []
     end = -1
@@ -61,7 +61,7 @@ def parse(text: str) -> tuple[Choice, ...]:
 
 
 def class_names(text: str) -> str:
-    """Return the classes of choices without arguments and patterns, for people to read.
+    """Return the classes of choices, without arguments and patterns, as text for people.
 
     >>> class_names("Muon(lr=0.02):matrices+AdamW:rest")
     'Muon + AdamW'
@@ -70,18 +70,18 @@ def class_names(text: str) -> str:
 
 
 def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters that each choice takes: the first that matches, and ``rest`` after all others.
+    """Return the names of the parameters that each choice takes. The first match takes one; ``rest`` is matched last.
 
     >>> assign(parse("AdamW:rest+Muon:matrices"), ["embedding", "linear", "bias"], {"linear"})
     (('embedding', 'bias'), ('linear',))
 
     Args:
-        choices: as :func:`parse` returns them.
-        names: of all parameters.
-        matrices: names of those that ``matrices`` means.
+        choices: the choices, as :func:`parse` returns them.
+        names: the names of all parameters.
+        matrices: the names of the parameters that ``matrices`` means.
 
     Raises:
-        ValueError: if a choice takes no parameter, or a parameter is taken by none.
+        ValueError: if a choice takes no parameter, or no choice takes a parameter.
     """
     left = list(names)
     taken: list[tuple[str, ...]] = [()] * len(choices)
@@ -103,12 +103,12 @@ def matrix_names(model: nn.Module, head: torch.Tensor | None = None) -> frozense
     """Return the names of the 2-D parameters that belong to no :class:`torch.nn.Embedding` and are not the head.
 
     Args:
-        model: whose ``named_parameters`` are looked at: a tied parameter is there once.
-        head: weight of the output head; if None, what has as many rows as the largest embedding counts as one.
+        model: the model, whose ``named_parameters`` list a tied parameter once.
+        head: weight of the output head; if None, a parameter with as many rows as the largest embedding counts as one.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     outer = {head, *(module.weight for module in embeddings)}
-    # The largest is that of tokens.
+    # The largest embedding is the embedding of tokens.
     rows = max([module.num_embeddings for module in embeddings], default=0) if head is None else 0
     named = model.named_parameters()
     return frozenset(name for name, p in named if p.ndim == 2 and p not in outer and p.shape[0] != rows)
@@ -118,12 +118,12 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return a class of ``torch.optim``, or of another package by its full name.
 
     Raises:
-        ValueError: if it is none; naming the class of ``torch.optim`` that may be meant.
+        ValueError: if it is no optimizer; the error names the class of ``torch.optim`` that the caller may mean.
     """
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "torch.optim"), last, None)
-    except Exception as error:  # noqa: BLE001 - whatever a module raises
+    except Exception as error:  # noqa: BLE001 - a module may raise any exception
         raise ValueError(f"{name} cannot be imported ({type(error).__name__}: {error}); is it installed?") from None
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found
@@ -136,12 +136,12 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Write the first names, and how many more there are."""
+    """Return the first names, and the number of the others, as text."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _read(text: str, start: int) -> tuple[Choice, int]:
-    """Read the choice that begins at ``start``, and return it with the place of the ``+`` after it, or of the end."""
+    """Parse the choice that begins at ``start``. Return it with the place of the ``+`` after it, or of the end."""
     named = _CLASS.match(text, start)
     if named is None:
         raise ValueError(f"a class such as AdamW or SGD(momentum=0.9):*.bias is expected, but got {text[start:]!r}")
@@ -156,8 +156,8 @@ def _read(text: str, start: int) -> tuple[Choice, int]:
 
 
 def _call(text: str, start: int, opening: int) -> tuple[ast.Call, int]:
-    """Read the call that begins at ``start``, and return it with the place after it."""
-    # It ends at the first parenthesis that completes an expression: others are within strings or tuples.
+    """Parse the call that begins at ``start``. Return it with the place after it."""
+    # The call ends at the first parenthesis that completes an expression: others are within strings or tuples.
     for closing in (place for place in range(opening, len(text)) if text[place] == ")"):
         with suppress(SyntaxError, RecursionError, MemoryError):
             found = ast.parse(text[start : closing + 1], mode="eval").body

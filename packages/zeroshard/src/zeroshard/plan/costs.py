@@ -1,4 +1,4 @@
-"""What the tensors of each param group cost, where the class is known; else their number of elements is assumed."""
+"""Finds the cost of the tensors of each param group. For an unknown class, it assumes their number of elements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zeroshard.plan.layout import Policy
 def with_classes(
     policy: Policy, classes: Sequence[GroupClass], groups: Sequence[ParamGroup], *, strict: bool = False
 ) -> Policy:
-    """Return a policy for these groups, as the user has written them, and their classes; it knows those before.
+    """Return a policy for these groups, as the user wrote them, and their classes. It keeps the known costs.
 
-    Where a class cannot be stepped on a tensor, its state counts as much as the tensor; if ``strict``, that raises
-    ValueError for a trainable tensor.
+    If a class cannot step a tensor, the state of the tensor counts as much as the tensor. With ``strict``, a trainable
+    tensor raises ValueError then.
     """
     added = zip(classes[len(policy.costs) :], groups[len(policy.costs) :], strict=True)
     costs = [*policy.costs, *[_cost_of(policy, *each, strict=strict) for each in added]]
@@ -29,19 +29,19 @@ def with_classes(
 
 
 def builder(chosen: GroupClass, group: ParamGroup) -> Callable[[list[torch.Tensor]], optim.Optimizer]:
-    """Return what builds an optimizer over parameters, with the hyperparameters that a group has now."""
+    """Return a function that builds an optimizer over parameters, with the current hyperparameters of a group."""
     written = hyperparameters_of(group)
 
     def build(params: list[torch.Tensor]) -> optim.Optimizer:
         return chosen.build([{**written, "params": params}])
 
-    # For errors.
+    # Errors show this name.
     build.__name__ = chosen.name
     return build
 
 
 def stepped_spec(spec: TensorSpec, *, master_weights: bool) -> TensorSpec:
-    """Describe what is stepped in place of a tensor: its master weights in float32, if there are any, or itself."""
+    """Describe the tensor that is stepped: the master weights of ``spec`` in float32, if it has any, or itself."""
     has_master = master_weights and spec.dtype in (torch.float16, torch.bfloat16)
     return replace(spec, dtype=torch.float32) if has_master else spec
 

@@ -1,9 +1,9 @@
-"""Which optimizers can be sharded, and how: elementwise ones may be cut, some only as a whole, and some not at all.
+"""Decides which optimizers can be sharded, and how: some with cut tensors, some with whole tensors, some not at all.
 
 An optimizer is *elementwise* if the new value of an element depends on that element's own gradient and state (and on
 numbers that are the same for the whole tensor, such as a step count). Cutting a tensor then changes nothing. It
-*couples* tensors if it reads others to update one, which another rank may own; such classes are known by name, and
-nothing of them is imported. :func:`zeroshard.check_optimizer` tries out any other class.
+*couples* tensors if it reads other tensors, which another rank may own, to update one. This module knows such classes
+by name, and imports none of them. :func:`zeroshard.check_optimizer` tests any other class.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
         optim.SGD,
     }
 )
-"""The classes of torch.optim that are elementwise. A subclass may not be, so it has to be declared."""
+"""The classes of torch.optim that are elementwise. A subclass may not be, so the user must declare it."""
 
 
 def class_of(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Look through ``functools.partial``."""
+    """Return the class in a ``functools.partial``, or the class itself."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     return factory
@@ -52,7 +52,7 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 
 def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool:
-    """Tell whether tensors may be cut: the class is torch's, declared so, or has ``elementwise = True``."""
+    """Return True if tensors may be cut: the class is torch's, is declared so, or has ``elementwise = True``."""
     found = class_of(factory)
     return declared or found in ELEMENTWISE or getattr(found, "elementwise", False) is True
 
@@ -70,7 +70,7 @@ def check_shardable(factory: OptimizerFactory) -> None:
 
 
 def not_elementwise(name: str, partition: str, group: int | None) -> ValueError:
-    """Return the error for a partition that cuts tensors of a class; ``group`` says where, if there are several."""
+    """Return the error for a partition that cuts tensors of a class; ``group`` is None if all groups have one class."""
     which, instead = (name, "whole") if group is None else (f"{name}, the class of param group {group},", "level")
     return ValueError(
         f"partition={partition!r} cuts tensors, but {which} is not known to be elementwise: it may look at a whole "
@@ -84,12 +84,12 @@ Coupled = Literal["refuse", "allow"]
 
 @dataclass(frozen=True)
 class Coupling:
-    """How a class couples tensors."""
+    """The way in which a class couples tensors."""
 
     why: str
     """Completes a sentence that begins with "it"."""
     arguments: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
-    """If it does so only with certain arguments, these, each with a test of the value."""
+    """The arguments with which it couples, each with a test of the value; empty if it always couples."""
 
 
 def _is_global_clip(value: Any) -> bool:  # noqa: ANN401 - a name, a function, or none
@@ -138,11 +138,11 @@ COUPLED: Mapping[str, Coupling] = {
     "pytorch_optimizer.SWATS": Coupling("turns into SGD for all tensors when one of them is ready for it"),
     "pytorch_optimizer.TRAC": Coupling("scales the updates of all tensors by one number"),
 }
-"""By the names of package and class. A class that is derived from one of these couples too."""
+"""The classes that couple tensors, by the names of package and class. Their subclasses couple too."""
 
 
 def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], coupled: Coupled) -> None:
-    """Raise a ValueError if an optimizer that was just built, or one that it wraps, couples tensors and may not."""
+    """Raise a ValueError if a new optimizer, or one that it wraps, couples tensors and ``coupled`` refuses that."""
     if coupled not in ("refuse", "allow"):
         raise ValueError(f"`coupled` must be 'refuse' or 'allow', but got {coupled!r}")
     wrapped = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer)]
@@ -153,7 +153,7 @@ def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], co
 
 
 def check_class_uncoupled(factory: OptimizerFactory, coupled: Coupled) -> None:
-    """Raise a ValueError if a class couples tensors whatever its arguments are, and may not; nothing is built."""
+    """Raise a ValueError if a class always couples tensors and ``coupled`` refuses that. Builds nothing."""
     kind = class_of(factory)
     for name in _known_names(kind) if isinstance(kind, type) and coupled == "refuse" else []:
         if not COUPLED[name].arguments:
@@ -186,20 +186,20 @@ STEPPED_IN_PARTS = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
 """The classes of torch.optim that keep all state per tensor. A subclass may not.
 
 An optimizer that counts its steps in a param group, or in itself, would count once per part, and one that wraps another
-would step all of that one's tensors. This cannot be detected.
+would step all tensors of the other. No check can detect this.
 """
 
 
 def may_step_in_parts(inner: optim.Optimizer) -> bool:
-    """Tell whether an optimizer may be stepped some tensors at a time: known so, or by ``steps_in_pieces = True``."""
-    # Hooks of its own must be called once.
+    """Return True if an optimizer may step some tensors at a time: it is known, or has ``steps_in_pieces = True``."""
+    # Its own hooks must run once per step.
     if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False
     return type(inner) in STEPPED_IN_PARTS or getattr(type(inner), "steps_in_pieces", False) is True
 
 
 def check_differentiable(optimizer: optim.Optimizer) -> None:
-    """Raise a ValueError if autograd is to pass through the steps of an optimizer."""
+    """Raise a ValueError if a param group of an optimizer has ``differentiable=True``."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from "
@@ -208,7 +208,7 @@ def check_differentiable(optimizer: optim.Optimizer) -> None:
 
 
 def warn_of_own_state(optimizer: optim.Optimizer) -> None:
-    """Warn if an optimizer adds to its state dict what checkpoints of a sharded one do not hold."""
+    """Warn if an optimizer adds keys to its state dict, which checkpoints of a sharded optimizer do not hold."""
     added = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
     if added:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Which optimizer class each param group has: the constructor's, or one that the group names itself."""
+"""Finds the optimizer class of each param group: the constructor's, or the class that the group names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard.plan.eligibility import OptimizerFactory, check_shardable, class_
 from zeroshard.plan.groups import MEMBERS, ParamGroup
 
 OPTIONS = ("optimizer_class", "optimizer_defaults", "cost", "elementwise")
-"""Keys of a param group that say how it is stepped and partitioned; they are in no ``param_groups`` and state dict."""
+"""Keys of a param group that say how to step and partition it. No ``param_groups`` and no state dict has them."""
 
 _ADDED = frozenset({"param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """Keys that users and schedulers of torch add to param groups."""
@@ -29,7 +29,7 @@ class GroupClass:
         factory: the class, or a ``functools.partial`` of it.
         defaults: keyword arguments that its constructor gets beside the partial's.
         elementwise: whether the user declared it elementwise, for this group.
-        cost: what a tensor of this group weighs, a function or a dict by name; None for the optimizer's.
+        cost: the cost of a tensor of this group, as a function or a dict by name; None for the optimizer's.
     """
 
     factory: OptimizerFactory
@@ -53,11 +53,11 @@ class GroupClass:
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether tensors of this group may be cut."""
+        """True if tensors of this group may be cut."""
         return is_elementwise(self.factory, declared=self.elementwise)
 
     def is_stepped_with(self, other: GroupClass) -> bool:
-        """Whether one local optimizer steps the groups of both: the class and its arguments are equal."""
+        """Return True if one local optimizer steps the groups of both, because class and arguments are equal."""
         if self is other:
             return True
         mine, others = self.arguments, other.arguments
@@ -76,7 +76,7 @@ class GroupClass:
             own = [{key: group[key] for key in group if key not in _ADDED} for group in given]
             if own == given:
                 raise
-            # Some classes take no keys but their own.
+            # Some classes accept only their own keys.
             with suppress(Exception):
                 built = self.factory(own, **self.defaults)
                 for inside, group in zip(built.param_groups, given, strict=True):
@@ -86,10 +86,10 @@ class GroupClass:
 
 
 def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup, GroupClass]:
-    """Return a param group without its :data:`OPTIONS`, and the class that it has by them.
+    """Return a param group without its :data:`OPTIONS`, and the class that they describe.
 
     Raises:
-        TypeError: if an option is of another kind.
+        TypeError: if an option has a wrong type.
         ValueError: if its class cannot be sharded.
     """
     options = {key: group[key] for key in OPTIONS if key in group}
@@ -107,7 +107,7 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
     if not isinstance(elementwise, bool):
         raise TypeError(f"`elementwise` of a param group must be True or False, but is {elementwise!r}")
     is_constructors = class_of(factory) is class_of(constructors.factory)
-    # What the group says itself goes before.
+    # The group's own arguments take precedence.
     written = GroupClass(options.get("optimizer_class", class_of(factory)), given).arguments
     inherited = {key: value for key, value in constructors.defaults.items() if is_constructors and key not in written}
     found = GroupClass(
@@ -120,7 +120,7 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
 
 
 def assign(classes: Iterable[GroupClass]) -> tuple[int, ...]:
-    """Return for each group the number of its local optimizer, by first appearance."""
+    """Return the number of each group's local optimizer, in the order of first appearance."""
     firsts: list[GroupClass] = []
     numbers = []
     for each in classes:
@@ -139,10 +139,10 @@ def names_of(classes: Sequence[GroupClass]) -> str:
 def check_hyperparameters(
     what: str, group: Mapping[str, Any], optimizers: Sequence[optim.Optimizer], own: optim.Optimizer
 ) -> None:
-    """Raise a ValueError if a group, as it was written or saved, has a hyperparameter of another class than its own."""
+    """Raise a ValueError if a group, as written or saved, has a hyperparameter that only another class takes."""
     for other in optimizers:
         foreign = sorted((group.keys() & other.defaults.keys()) - own.defaults.keys())
-        # Some classes list none.
+        # Some classes list no defaults.
         if own.defaults and foreign:
             raise ValueError(
                 f"{what} has {foreign[0]!r}, which {type(own).__name__} does not take, but {type(other).__name__} "
@@ -154,5 +154,5 @@ def _are_equal(one: object, other: object) -> bool:
     plain = (bool, int, float, str, tuple, list, dict)
     with suppress(Exception):
         return isinstance(one, plain) and isinstance(other, plain) and bool(one == other)
-    # They hold what cannot be compared, such as tensors.
+    # They hold values that cannot be compared, such as tensors.
     return False

@@ -59,7 +59,7 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 
 def hyperparameters_of(group: Mapping[str, Any]) -> ParamGroup:
-    """Return what a group has beside its members."""
+    """Return a group without its members."""
     return {key: value for key, value in group.items() if key not in MEMBERS}
 
 
@@ -80,12 +80,12 @@ def label_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
 
 
 def active_mask(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
-    """Tell per parameter whether an optimizer may change it: it is trainable, or still has a gradient."""
+    """Return for each parameter whether an optimizer may change it: it is trainable, or still has a gradient."""
     return tuple([param.requires_grad or param.grad is not None for param in params])
 
 
 def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) -> None:
-    """Raise a RuntimeError if the public param groups do not hold ``params``: their members were replaced."""
+    """Raise a RuntimeError if the public param groups do not hold ``params``, because the user replaced members."""
     members = parameters_of(groups)
     if len(members) != len(params) or not all(map(is_, members, params)):
         raise RuntimeError(
@@ -95,7 +95,7 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
 
 
 def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor], plan: Plan) -> None:
-    """Raise a RuntimeError if a CUDA graph is being captured whose replay would not exchange what it has to."""
+    """Raise a RuntimeError if a CUDA graph is being captured whose replay would leave out communication."""
     if not is_captured(params) or ranks.world_size == 1:
         return
     if ranks.backend("cuda") != "nccl" or any(len(owners) > 1 for owners in plan.owners):
@@ -108,14 +108,14 @@ def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor], plan: Plan) 
 
 
 def is_captured(params: Sequence[torch.Tensor]) -> bool:
-    """Whether what is done to these parameters now is captured in a CUDA graph."""
+    """Return True if a CUDA graph captures the current operations on these parameters."""
     return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def specs_of(
     groups: Sequence[Mapping[str, Any]], active: Sequence[bool], names_of: Mapping[torch.Tensor, str] | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Describe all parameters; ``active`` says which are trainable, ``names_of`` has names where groups have none."""
+    """Describe all parameters. ``active`` says which are trainable; ``names_of`` names parameters without names."""
     specs: list[TensorSpec] = []
     logical: dict[torch.device, str] = {}
     for number, group in enumerate(groups):
@@ -132,7 +132,7 @@ def specs_of(
                     f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
                     f"already; pass it to an optimizer that does not shard"
                 )
-            # Numbered as they appear, so that ranks on different GPUs describe the same thing.
+            # Devices are numbered as they appear, so that ranks on different GPUs describe the same device.
             kind = param.device.type
             alike = sum(known.type == kind for known in logical)
             device = logical.setdefault(param.device, "cpu" if kind == "cpu" else f"{kind}:{alike}")
@@ -163,7 +163,7 @@ def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) ->
             by_device.setdefault(param.device, []).append((start, start + param.nbytes, index))
     for ranges in by_device.values():
         ranges.sort()
-        # If any two ranges overlap, so do two that are neighbours by their starts.
+        # If any two ranges overlap, two neighbours in the order of their starts overlap.
         for (_, stop, one), (start, _, two) in pairwise(ranges):
             if start < stop:
                 one, two = sorted((one, two))
@@ -174,7 +174,7 @@ def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) ->
 
 
 def same_place(old: TensorSpec, new: TensorSpec) -> bool:
-    """Whether a tensor described by ``new`` fits where ``old`` lies."""
+    """Return True if a tensor described by ``new`` fits into the memory of ``old``."""
     return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
 
 

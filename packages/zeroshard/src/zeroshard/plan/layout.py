@@ -2,7 +2,7 @@
 
 The plan depends on the parameters' shapes, dtypes and memory formats, on which of them are trainable when the optimizer
 is built or their group is added, and on the order in which groups were added. A tensor keeps its owner. Every rank
-derives it by itself; the next agreement checks that all have derived the same.
+computes the plan by itself; the next agreement checks that all ranks have the same plan.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Partition = str | Strategy | Level
 
 @dataclass(frozen=True)
 class Policy:
-    """How this optimizer is partitioned; fixed at construction, but for the names.
+    """The settings that decide how to partition an optimizer, fixed at construction except for names and new groups.
 
     Attributes:
         strategy: ``"whole"``, ``"split"``, ``"level"``, a :class:`zeroshard_core.Level` or a callable.
-        cost: what a tensor weighs, a function or a dict by name; None for what is usual.
+        cost: the cost of a tensor, as a function or a dict by name; None for the default.
         classes: the optimizer class of each param group, which decides whether its tensors may be cut.
-        costs: what the tensors of each param group cost.
+        costs: the costs of the tensors of each param group.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
         coupled: whether the class may couple tensors.
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
-        names: of parameters that were passed without names.
-        debug_level: torch's of ``TORCH_DISTRIBUTED_DEBUG``, when the optimizer was built: OFF, INFO or DETAIL.
-        by_messages: types of devices whose tensors travel by messages; others do by collectives.
+        names: the names of parameters that the user passed without names.
+        debug_level: the level of ``TORCH_DISTRIBUTED_DEBUG`` when the optimizer was built: OFF, INFO or DETAIL.
+        by_messages: the types of devices whose tensors ranks send by messages, and not by collectives.
     """
 
     strategy: Partition
@@ -76,7 +76,7 @@ class Policy:
 
     @property
     def has_several(self) -> bool:
-        """Whether there are several local optimizers."""
+        """True if there are several local optimizers."""
         return len(set(assign(self.classes))) > 1
 
     @property
@@ -85,7 +85,7 @@ class Policy:
         return ", ".join(each.name for each in self.classes) if self.has_several else names_of(self.classes)
 
     def arguments(self, specs: Sequence[TensorSpec]) -> dict[str, Any]:
-        """How tensors are placed, as arguments of :func:`zeroshard_core.partition`."""
+        """Return the arguments of :func:`zeroshard_core.partition` for these tensors."""
         how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": self._smallest_part(specs)}
         if self.strategy == "level" or isinstance(self.strategy, Level):
             return {**how, "groups": self.costs}
@@ -96,8 +96,8 @@ class Policy:
     def _smallest_part(self, specs: Sequence[TensorSpec]) -> int:
         """Return the least number of elements of a part of a cut tensor.
 
-        A part costs a message, but nothing in a collective of all ranks. There larger parts cost padding, if there are
-        many ranks: at 512, the buckets of GPT-2 would be 1.75 times as large, and are 1.15 times with small parts.
+        Each part costs a message, but nothing in a collective. In a collective of many ranks, large parts cost padding:
+        at 512 ranks, they make the buckets of GPT-2 1.75 times as large, and small parts make them 1.15 times as large.
         """
         sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
         return SMALLEST_PART if sends or self.world_size < 64 else 1024
@@ -105,12 +105,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan and what else decides which messages a step sends.
+    """A plan, and the other values that decide which messages a step sends.
 
     Attributes:
         plan: who owns what.
-        active: per tensor, whether a step may change it.
-        config: what this rank contributes to agreements on it.
+        active: whether a step may change the tensor, for each tensor.
+        config: this rank's contribution to agreements on the layout.
     """
 
     plan: Plan
@@ -120,12 +120,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a rank sees of its model before a step.
+    """The layout that a rank finds before a step.
 
     Attributes:
         layout: the layout that fits the model now.
-        is_new: whether it is another layout than the one in use.
-        error: what is wrong on this rank; None if nothing is.
+        is_new: whether the layout differs from the one in use.
+        error: the error on this rank; None if there is none.
         is_agreed: whether all ranks have agreed, during backward, to step with the layout in use.
     """
 
@@ -136,15 +136,15 @@ class Seen:
 
 
 def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
-    """Plan for the first time."""
+    """Return the first layout of an optimizer."""
     return next_layout(policy, None, groups)
 
 
 def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGroup]) -> Layout:
-    """Plan again after a change of the parameters: tensors keep their owners, and new groups are placed."""
+    """Return the layout after a change of the parameters. Tensors keep their owners; tensors of new groups get one."""
     active = active_mask(parameters_of(groups))
     before = [spec.trainable for spec in layout.plan.tensors] if layout is not None else []
-    # A tensor that was trainable once keeps its weight: its state is still held.
+    # A tensor that was trainable once keeps its weight, because its owner still holds its state.
     weighs = [now or was for now, was in zip_longest(active, before, fillvalue=False)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
@@ -171,19 +171,19 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
 
 
 def first_plan(policy: Policy, specs: Sequence[TensorSpec]) -> Plan:
-    """Place all tensors."""
+    """Return a plan that places all tensors."""
     plan = partition(specs, policy.world_size, **policy.arguments(specs))
     _check_cuts(policy, plan)
     return plan
 
 
 def with_work(policy: Policy, plan: Plan) -> Plan:
-    """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when they were placed."""
+    """Return the plan with the work of updates as loads, in place of the costs by which its tensors were placed."""
     return repartition(plan, plan.tensors, groups=policy.costs)
 
 
 def _check_cuts(policy: Policy, plan: Plan) -> None:
-    """Raise a ValueError if a tensor is cut whose class may not be elementwise, or would be if it were larger."""
+    """Raise a ValueError if a plan cuts a tensor of a class that may not be elementwise, or would cut a larger one."""
     cut = {plan.tensors[index].group for index, ranks in enumerate(plan.owners) if len(ranks) > 1}
     cuts_any = policy.has_several and policy.strategy == "split"
     for number, each in enumerate(policy.classes):
@@ -192,7 +192,7 @@ def _check_cuts(policy: Policy, plan: Plan) -> None:
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
-    """Give parameters that were passed without names the names of the policy."""
+    """Return the layout with the policy's names for parameters that the user passed without names."""
     specs = specs_of(groups, layout.active, policy.names)
     tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
     plan = replace(layout.plan, tensors=tensors)
@@ -200,7 +200,7 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
 
 
 def same_shards(one: Plan, other: Plan) -> bool:
-    """Whether the same ranks own the same rows of the same tensors."""
+    """Return True if the same ranks own the same rows of the same tensors."""
     here, there = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
     return (one.owners, one.starts) == (other.owners, other.starts) and here == there
 
@@ -211,5 +211,5 @@ def label_in(plan: Plan, index: int) -> str:
 
 
 def with_settings(layout: Layout, settings: Mapping[str, Any]) -> ShardingConfig:
-    """Add to what a rank contributes to one agreement, e.g. hyperparameters: they may change with every step."""
+    """Return a rank's contribution to one agreement with more settings, e.g. hyperparameters, which may change."""
     return replace(layout.config, settings={**layout.config.settings, **settings})

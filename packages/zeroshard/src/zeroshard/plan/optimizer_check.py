@@ -23,7 +23,7 @@ _GRADIENTS = [(spread, scale) for spread in (1.0, 0.1) for scale in (1.0, 1000.0
 
 @dataclass(frozen=True)
 class OptimizerCheck:
-    """What :func:`check_optimizer` has seen.
+    """The result of :func:`check_optimizer`.
 
     Attributes:
         verdict: ``"equal"``: no tensor depended on the others. ``"coupled"``: one did. ``"draws random numbers"``:
@@ -45,7 +45,7 @@ def check_optimizer(
 ) -> OptimizerCheck:
     """Step toy tensors with one optimizer for all, and with one for each, and compare the results.
 
-    They take 50 steps with random gradients and 50 steps with gradients that point mostly in one direction, both at two
+    All take 50 steps with random gradients and 50 steps with gradients that point mostly in one direction, both at two
     scales, on the CPU and without compiling anything. This is evidence, not proof: a class may couple tensors later, or
     for other shapes or gradients. It takes seconds, for some classes a minute; constructors do not call it.
 
@@ -55,8 +55,8 @@ def check_optimizer(
         **defaults: arguments of ``cls``.
 
     Returns:
-        What was seen. An error of the class becomes the reason of ``"cannot tell"``. The random generators of torch and
-        of Python are unchanged; of NumPy's nothing is known here.
+        The verdict. An error of the class becomes the reason of ``"cannot tell"``. The random generators of torch and
+        of Python are unchanged; NumPy's may have changed.
 
     Raises:
         ValueError: if there are fewer than two tensors.
@@ -89,7 +89,7 @@ def check_optimizer(
 
 @dataclass(frozen=True)
 class _Trial:
-    """What was seen with gradients of one kind: after which step tensors differed, and whether any did by rounding."""
+    """The result for gradients of one kind: the step after which tensors differed, and whether any did by rounding."""
 
     differed: int | None
     rounded: bool
@@ -120,7 +120,7 @@ def _try(
     with draws.of(0):
         optimizers = [build(list(part.values())) for part in parts]
     for optimizer in optimizers:
-        # A schedule-free one would refuse to step.
+        # A schedule-free optimizer steps only after train().
         getattr(optimizer, "train", bool)()
     for step in range(1, _STEPS + 1):
         pairs = zip(_random(likes, 1), _random(likes, step + 1), strict=True)
@@ -152,7 +152,7 @@ def _evaluate(
     part: Mapping[int, torch.Tensor], before: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Set the gradients of a part, smaller for each tensor, and return the loss, to which all tensors contribute."""
-    # Tensors of other parts with their values before the step.
+    # Tensors of other parts contribute their values before the step.
     values = [part.get(place, old).detach().float() for place, old in enumerate(before)]
     level = torch.stack([value.mean().tanh() for value in values]).sum()
     for place, param in part.items():
@@ -161,7 +161,7 @@ def _evaluate(
 
 
 class _SeededDraws(DispatchMode):
-    """Makes random numbers depend only on step and shape; ``drew`` tells whether any were drawn."""
+    """Makes random numbers depend only on step and shape; ``drew`` is True if the optimizer drew any."""
 
     step, drew = 0, False
 
@@ -177,7 +177,7 @@ class _SeededDraws(DispatchMode):
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Apply it within a step. Python's own generator is seeded with the step."""
+        """Apply the mode within a step, and seed Python's own generator with the step."""
         self.step = step
         random.seed(step)
         before = random.getstate()

@@ -1,4 +1,4 @@
-"""What ranks would hold and send, by the code that plans, from the shapes of a model alone."""
+"""Predicts what ranks would hold and send, with the code that plans, from the shapes of a model alone."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of,
 from zeroshard.plan.layout import Partition, Policy, first_layout, first_plan, with_work
 
 Backend = Literal["gloo", "nccl"]
-"""Tensors travel by messages, or by collectives, as on all backends but gloo: there parts are smaller."""
+"""Ranks send tensors by messages, or by collectives as on all backends except gloo, where parts are smaller."""
 
 
 class Planner:
-    """Predicts for one model and its optimizers, whatever the number of ranks: classes are probed once for all.
+    """Predicts for one model and its optimizers, at any number of ranks. It probes each class once.
 
     Args:
         model: a module, parameters or param groups, which may be on the meta device.
-        optimizer_class: as for :class:`ZeroRedundancyOptimizer`, as are the arguments that are not named here.
-        buffers: bytes of buffers of the model; a module's own are known.
-        order: all parameters in the order of the model, in which DDP makes buckets, where groups have another one.
-        backend: how ranks are connected; by default as for the device that the parameters are on.
-        grad_dtype: of gradients; None for the parameters' own.
+        optimizer_class: as for :class:`ZeroRedundancyOptimizer`, like the arguments that are not listed here.
+        buffers: bytes of the model's buffers, unless ``model`` is a module.
+        order: all parameters in the order of the model, in which DDP makes buckets, if groups have another order.
+        backend: how ranks are connected; by default gloo if all parameters are on the CPU, else nccl.
+        grad_dtype: the dtype of gradients; None for the parameters' own.
 
     Raises:
-        TypeError, ValueError: as the optimizer's constructor.
+        TypeError, ValueError: if the optimizer's constructor refuses the arguments.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Planner:
 
     @cached_property
     def plain(self) -> RankBytes:
-        """What each rank holds without sharding."""
+        """The bytes that each rank holds without sharding."""
         return self.predict(1).ranks[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's ``ZeroRedundancyOptimizer`` could: one class steps parameters of one dtype as they are."""
+        """True if torch's ``ZeroRedundancyOptimizer`` works too: one class steps parameters of one dtype themselves."""
         dtypes = {spec.dtype for spec in self._specs if spec.trainable}
         return not (self._policy.has_several or self._policy.master_weights or len(dtypes) > 1)
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether all tensors may be cut."""
+        """True if all tensors may be cut."""
         return all(each.may_be_cut for each in self._policy.classes)
 
     def predict(
@@ -100,7 +100,7 @@ class Planner:
         reduces_to_owner: bool = True,
         interleaves: bool = False,
     ) -> Prediction:
-        """Predict for so many ranks and a partition, see :func:`predict`.
+        """Predict for a number of ranks and a partition; see :func:`predict`.
 
         Raises:
             ValueError: if there is no rank, or the partition cuts tensors of a class that is not elementwise.
@@ -117,12 +117,12 @@ class Planner:
         )
 
     def weighed(self, plan: Plan) -> Plan:
-        """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when placed."""
+        """Return the plan with the work of updates as loads, in place of the costs by which its tensors were placed."""
         return with_work(self._policy, plan)
 
     def _bytes_of(self, chosen: GroupClass, cost: GroupCost, group: ParamGroup) -> GroupBytes:
         settings = {**chosen.arguments, **hyperparameters_of(group)}
-        # On accelerators torch's elementwise classes update all tensors at a time by default.
+        # On accelerators, torch's elementwise classes update all tensors at once by default.
         by_default = self.backend == "nccl" and class_of(chosen.factory) in ELEMENTWISE
         is_foreach = not settings.get("fused") and bool(by_default if (f := settings.get("foreach")) is None else f)
         build, known = builder(chosen, group), dict[tuple[tuple[int, ...], torch.dtype], int]()
@@ -144,7 +144,7 @@ class Planner:
         return GroupBytes(cost.state, gradients, update, is_foreach)
 
     def _staging(self, plan: Plan, *, reduces: bool, interleaves: bool) -> int:
-        """Return the bytes of the buffers in which collectives move cut tensors, see zeroshard_comm.collectives."""
+        """Return the bytes of the buffers in which collectives move cut tensors; see zeroshard_comm.collectives."""
         everything = [0] * plan.world_size, [0] * plan.world_size
         rows = []
         for bucket in _buckets(plan, self._order):
@@ -163,7 +163,7 @@ class Planner:
         turns += [row for row in rows for _ in range(1 + interleaves) if reduces]
         sizes = [plan.world_size * row for row in turns]
         chunks = [min(STAGING_BYTES, size - at) for size in sizes for at in range(0, size, STAGING_BYTES)]
-        # Two buffers are taken in turn; the means that a rank receives lie in rows of their own.
+        # Collectives alternate between two buffers. The means that a rank receives have their own rows.
         return max(chunks[::2], default=0) + max(chunks[1::2], default=0) + sum(rows) * reduces
 
 
@@ -177,7 +177,7 @@ def predict(
     interleaves: bool = False,
     **arguments: Any,  # noqa: ANN401 - as for the planner
 ) -> Prediction:
-    """Predict what each rank holds and sends, from shapes alone: without a process group, and nothing is allocated.
+    """Predict what each rank holds and sends, from shapes alone. It needs no process group, and allocates nothing.
 
     >>> found = predict(nn.Linear(1024, 1024, bias=False), torch.optim.AdamW, ranks=4, partition="split")
     >>> found.largest.state, found.sent[0]
@@ -186,21 +186,21 @@ def predict(
     Args:
         model: a module, parameters or param groups, which may be on the meta device.
         optimizer_class: as for :class:`ZeroRedundancyOptimizer`.
-        ranks: how many.
+        ranks: the number of ranks.
         partition: as for the optimizer.
         reduces_to_owner: whether DDP has a communication hook that sends gradients to their owners alone.
         interleaves: whether this hook steps a bucket while others are reduced.
         **arguments: as for the optimizer, and for :class:`Planner`.
 
     Raises:
-        TypeError, ValueError: as the optimizer's constructor.
+        TypeError, ValueError: if the optimizer's constructor refuses the arguments.
     """
     planner = Planner(model, optimizer_class, **arguments)
     return planner.predict(ranks, partition, reduces_to_owner=reduces_to_owner, interleaves=interleaves)
 
 
 def _buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
-    """DDP's buckets by default: in the order of backward, of 1 MiB and then 25 MiB, or one tensor more."""
+    """Return DDP's default buckets in the order of backward: 1 MiB and then 25 MiB each, or one tensor more."""
     found, size = [list[int]()], 0
     for index in reversed(order):
         spec = plan.tensors[index]
@@ -213,9 +213,9 @@ def _buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
 
 
 def _check_class(chosen: GroupClass, group: Mapping[str, Any]) -> None:
-    """Raise what a class raises for tensors of these shapes, without their values."""
+    """Raise the error that a class raises for tensors of these shapes, without their values."""
     shapes = [(param.shape, param.dtype, param.requires_grad) for param in group["params"]]
     params = [torch.empty(s, dtype=d, device="meta", requires_grad=trained) for s, d, trained in shapes]
-    # Some classes cannot be built over tensors of the meta device; whatever else is wrong, a step on the CPU tells.
+    # Some classes cannot be built over tensors of the meta device. A step on the CPU finds all other errors.
     with suppress(RuntimeError):
         chosen.build([{**hyperparameters_of(group), "params": params}])
