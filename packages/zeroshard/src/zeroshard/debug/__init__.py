@@ -1,5 +1,5 @@
-"""What an optimizer is and does, for people: ``describe()``, and what ``TORCH_DISTRIBUTED_DEBUG`` adds to a step.
+"""Describes an optimizer for people, and adds the logs and checks of ``TORCH_DISTRIBUTED_DEBUG`` to its steps.
 
-``describe`` makes a value of what this rank knows, and ``checks`` compares the ranks at the level DETAIL. Neither
-changes anything of the optimizer.
+``describe`` returns what this rank knows as a value, and ``checks`` compares the ranks at the level DETAIL. Neither
+changes the optimizer.
 """

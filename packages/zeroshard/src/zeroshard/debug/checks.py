@@ -1,7 +1,7 @@
-"""What ``TORCH_DISTRIBUTED_DEBUG`` adds to a step: a log of what the optimizer is, and at DETAIL, checks of every step.
+"""Adds the logs of ``TORCH_DISTRIBUTED_DEBUG`` to a step and, at the level DETAIL, checks of every step.
 
-At DETAIL every rank raises the same error if ranks differ. An edit of the state raises on the rank that has made it,
-since only the owner has the values.
+At DETAIL every rank raises the same error if ranks differ. An edit of the state raises on the rank that made it,
+because only the owner has the values.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class StepChecks:
     """Logs plan, buckets and traffic after the first step and after changes, and at DETAIL checks every step.
 
     Args:
-        coordinator: the channel of the ranks' agreements.
+        coordinator: agrees on the process group.
         local: has the parameters, and the state of this rank.
-        compares: whether ranks are compared, at the level DETAIL; constructing the checks is collective then.
+        compares: whether to compare ranks, as at the level DETAIL. The constructor is collective then.
     """
 
     def __init__(self, coordinator: Coordinator, local: LocalOptimizer, *, compares: bool) -> None:
         self._coordinator, self._local, self._compares = coordinator, local, compares
         self._logged: object = None
         self._state: dict[int, list[object]] = {}
-        # Others have rank 0's values, or get them when DistributedDataParallel is built.
+        # Other parameters have rank 0's values, or get them from DistributedDataParallel's constructor.
         ignored = [param if getattr(param, "_ddp_ignored", False) else None for param in local.params]
         self._compare("parameter, ignored by DistributedDataParallel,", ignored, "ZeroRedundancyOptimizer()")
 
@@ -47,21 +47,21 @@ class StepChecks:
 
         Args:
             active: whether a step may have changed the parameter, by tensor.
-            keeps_state: whether :meth:`edited_state` will be asked, because a backward has made the step.
+            keeps_state: whether to keep digests of the state for :meth:`edited_state`, because a backward stepped.
         """
         changed = [param if is_active else None for param, is_active in zip(self._local.params, active, strict=True)]
         self._compare("parameter", changed, "step(), after parameters were broadcast")
         self._state = self._digests_of_state() if keeps_state and self._compares else {}
 
     def log(self, buckets: Sequence[Sequence[int]], description: Callable[[], str]) -> None:
-        """Log a description if the plan, or the tensors of the buckets, have changed since the last one."""
+        """Log a description if the plan, or the tensors of the buckets, have changed since the last log."""
         present = self._local.plan, buckets
         if present != self._logged:
             self._logged = present
             _logger.info("%s\n%s", description(), self._local.plan)
 
     def edited_state(self) -> str:
-        """Name a tensor of which this rank's state was edited since a backward has stepped; "" if there is none."""
+        """Return the label of a tensor whose state on this rank was edited since a backward stepped; "" if none was."""
         now = self._digests_of_state() if self._state else {}
         edited = [index for index, digests in self._state.items() if now.get(index) != digests]
         return label_in(self._local.plan, edited[0]) if edited else ""

@@ -1,4 +1,4 @@
-"""What an optimizer is and has done, as a value: for ``print()``, for logs, and for programs. Without communication."""
+"""Describes what an optimizer is and has done as a value, for ``print()``, logs and programs, without communication."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _NOTHING = GroupBytes(lambda _: 0, lambda _: 0, lambda _: 0)
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """One parameter.
+    """Says which ranks own a parameter, and how many bytes it and its state have.
 
     Attributes:
-        name: as the optimizer was given it, or ``"param.<index>"``.
-        shape, dtype: of the parameter.
+        name: the name that the user passed, or ``"param.<index>"``.
+        shape, dtype: the shape and dtype of the parameter.
         owners: the ranks that own a part of it, in order.
         is_active: whether a step may change it: it is trainable, or still has a gradient.
-        nbytes: of the parameter.
-        state_bytes_here: what this rank holds of its state.
-        state_bytes: of its state on all ranks, as they have told each other.
+        nbytes: bytes of the parameter.
+        state_bytes_here: bytes of its state on this rank.
+        state_bytes: bytes of its state on all ranks, by their last exchange.
     """
 
     name: str
@@ -46,11 +46,11 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class BucketDescription:
-    """One bucket of gradients of a communication hook.
+    """Says which parameters a bucket of a communication hook has, and which ranks own them.
 
     Attributes:
         tensors: the indices of its parameters.
-        nbytes: of the gradients of these.
+        nbytes: bytes of the gradients of its parameters.
         owners: the ranks that own a part of it.
     """
 
@@ -61,25 +61,25 @@ class BucketDescription:
 
 @dataclass(frozen=True)
 class OptimizerDescription:
-    """A sharded optimizer, as one rank sees it; ``print(optimizer)`` shows :meth:`to_text`.
+    """Describes a sharded optimizer as one rank sees it. ``print(optimizer)`` shows :meth:`to_text`.
 
     ``dataclasses.asdict`` makes a dict of it that ``json.dumps`` accepts.
 
     Attributes:
         optimizer: the class of the local optimizer.
-        rank, world_size: of the process group.
+        rank, world_size: this rank, and the number of ranks, of the process group.
         partition: the name of the strategy.
         groups: the param groups, in words.
         imbalance: the largest load over the mean load of all ranks, see :attr:`zeroshard_core.Plan.imbalance`. Tensors
             that were never trainable in a step do not count.
-        owned_bytes: what this rank owns of the parameters.
-        state_bytes_here: what this rank holds of the state.
+        owned_bytes: bytes of parameters that this rank owns.
+        state_bytes_here: bytes of state on this rank.
         tensors: the parameters.
         buckets: of a communication hook in the last backward; empty without one.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, as
-            :func:`zeroshard_core.predict` finds them in the plan; the padding of flat buffers comes on top.
+            :func:`zeroshard_core.predict` computes them from the plan, without the padding of flat buffers.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
-        traffic: what was sent and received so far, by kind.
+        traffic: the bytes that this rank has sent and received so far, by kind.
     """
 
     optimizer: str
@@ -97,7 +97,7 @@ class OptimizerDescription:
     traffic: Mapping[str, Volume]
 
     def to_text(self) -> str:
-        """Return a few lines: which rank this is, what it owns, the size of the state, and what was sent so far."""
+        """Return a few lines about the rank: what it owns, the size of its state, and what it has sent so far."""
         owned = sum(self.rank in tensor.owners for tensor in self.tensors)
         everything = sum(tensor.nbytes for tensor in self.tensors)
         everywhere = sum(tensor.state_bytes for tensor in self.tensors)
@@ -191,13 +191,13 @@ def describe(
 
 
 def _predicted(plan: Plan, trains: Sequence[bool]) -> Prediction:
-    """What is sent if these tensors are trained, and no others."""
+    """Predict for a plan in which only the flagged tensors are trainable."""
     specs = tuple([replace(spec, trainable=flag) for spec, flag in zip(plan.tensors, trains, strict=True)])
     return predict(replace(plan, tensors=specs), [_NOTHING] * (1 + max([spec.group for spec in specs], default=0)))
 
 
 def _nbytes(value: object) -> int:
-    """The bytes of all tensors in a state entry, or in all of them."""
+    """Return the bytes of all tensors in a state entry, or in a container of entries."""
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     sparse = [tensor.coalesce() for tensor in tensors if tensor.layout is not torch.strided]
     parts = [part for tensor in sparse for part in (tensor.indices(), tensor.values())]
