@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses, each with its reason; see :mod:`zeroshard_comm._torch_private`."""
+"""Lists the private names of torch that this package uses, with reasons; see :mod:`zeroshard_comm._torch_private`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard_comm._torch_private import check_names
 
 TESTED_WITH = "2.15"
-"""The newest torch in which these names were tried."""
+"""The newest torch with which these names were tested."""
 
 USED: Mapping[str, str] = {
     "torch._foreach_mul_": "one call for many gradients, where a loop costs a call for each",
@@ -66,5 +66,5 @@ DispatchMode = TorchDispatchMode
 
 
 def in_autograd() -> bool:
-    """Whether autograd makes a backward in this thread."""
+    """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""Amounts of memory as text: GB are 10^9 bytes, GiB are 2^30."""
+"""Reads and writes amounts of memory as text: a GB is 10^9 bytes, a GiB is 2^30 bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB"
 
 
 def parse_bytes(text: str) -> int:
-    """Read an amount of memory.
+    """Return an amount of memory in bytes.
 
     >>> parse_bytes("80GiB"), parse_bytes("1.5 GB")
     (85899345920, 1500000000)
 
     Raises:
-        ValueError: if it has no number or no unit.
+        ValueError: if the text has no number or no unit.
     """
     found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", text)
     if found is None:

@@ -1,4 +1,4 @@
-"""The command ``zeroshard plan``: bytes, work and traffic of each rank, from shapes alone."""
+"""Implements the command ``zeroshard plan``: it predicts bytes, work and traffic of each rank, from shapes alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command ``zeroshard``; what it needs is in the extra ``zeroshard[cli]``, and transformers for configs."""
+    """Run the command ``zeroshard``. It needs the extra ``zeroshard[cli]``, and transformers to read configs."""
     try:
         from zeroshard.planner.cli import run
 

@@ -1,4 +1,4 @@
-"""The command ``zeroshard``; ``zeroshard plan`` compares optimizers, partitions and numbers of ranks."""
+"""Defines the command ``zeroshard``: ``zeroshard plan`` compares optimizers, partitions and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plan(
     if unknown := [name for name in partitions if name not in PARTITIONS]:
         raise InputError(f"--partition {unknown[0]!r} is not one of {', '.join(PARTITIONS)}")
     settings: Any = {"dtype": dtype, "grad_dtype": grad_dtype, "master_weights": master_weights, "backend": backend}
-    # For modules of the user's, as with python -m.
+    # Lets the command import the user's modules, as python -m does.
     sys.path.insert(0, str(Path.cwd()))
     with redirect_stdout(sys.stderr):
         found = read_model(model, real=real, trust_remote_code=trust_remote_code)
@@ -127,7 +127,7 @@ def _print(model: Model, rows: list[Row], memory: int | None, dtype: str | None,
 
 
 def run() -> None:
-    """Run the command; what is wrong with its input is told in one line, with exit status 2."""
+    """Run the command. Wrong input prints one line, and the exit status is 2."""
     try:
         app()
     except InputError as error:

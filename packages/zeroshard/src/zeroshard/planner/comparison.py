@@ -1,4 +1,4 @@
-"""What is compared: optimizers, partitions and numbers of ranks, with what each takes; and a sentence of advice."""
+"""Compares what optimizers, partitions and numbers of ranks take, and gives a sentence of advice."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Row:
     """One line of the comparison.
 
     Attributes:
-        optimizers: as given.
-        partition: its name; or what else could be used, by the same arithmetic: DDP, torch's ZeRO, FSDP2.
+        optimizers: the optimizers, as the user wrote them.
+        partition: the name of a partition; or an alternative by the same arithmetic: DDP, torch's ZeRO, FSDP2.
         count: number of ranks.
-        ranks: what each rank holds; empty if it is refused.
+        ranks: the bytes that each rank holds; empty if the partition is refused.
         sent: bytes that each rank sends in an iteration.
-        plan: who owns what; None for the others.
-        note: why it is refused, or what else to know.
+        plan: who owns what; None for an alternative, and if the partition is refused.
+        note: why the partition is refused, or a remark.
     """
 
     optimizers: str
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def largest(self) -> RankBytes:
-        """What the rank holds that holds most."""
+        """The bytes of the rank that holds most."""
         return max(self.ranks, key=lambda rank: rank.total)
 
 
@@ -69,7 +69,7 @@ def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[
 
 
 def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: str | None, **settings: Any) -> Planner:  # noqa: ANN401 - the planner's
-    """Return what predicts for a model in a dtype, if one is given, and optimizers; InputError if they do not go."""
+    """Return the planner of a model, in ``dtype`` if it is not None, and optimizers; InputError if they do not fit."""
     given = getattr(torch, dtype) if dtype else None
     settings["grad_dtype"] = getattr(torch, grad_dtype) if grad_dtype else None
     try:
@@ -96,7 +96,7 @@ def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: 
             groups = [{**group, "params": [made[param] for param in group["params"]]} for group in model.groups]
         planner = Planner(groups, classes[0], buffers=model.buffers, order=made.values(), **settings, **common)
         _ = planner.plain
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a class raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a class may raise any exception
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise InputError(f"-o {optimizers!r}: {what}{' '.join(str(error).split())}") from None
     return planner
@@ -111,7 +111,7 @@ def advise(planner: Planner, rows: Sequence[Row], memory: int | None) -> str:
 
 
 def rules(plain: RankBytes, least: int, count: int, memory: int | None, *, elementwise: bool) -> list[tuple[bool, str]]:
-    """Return what may be advised, in order, and whether it applies; ``least`` are bytes by the best partition."""
+    """Return each advice and whether it applies, in order; ``least`` is the bytes that the best partition takes."""
     small = plain.state < 0.05 * (plain.parameters + plain.gradients + plain.state)
     too_much = memory is not None and plain.parameters + plain.gradients > memory
     return [

@@ -1,4 +1,4 @@
-"""The model that is planned for, as parameters without values: of a function, a Hugging Face config, or safetensors."""
+"""Reads a model as parameters without values, from a function, a Hugging Face config, or safetensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeroshard.plan.groups import read_groups
 
 
 class InputError(ValueError):
-    """What the command was given cannot be used; one line, for the terminal."""
+    """Raised if the command cannot use its input. The message is one line for the terminal."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Model:
     """A model without values.
 
     Attributes:
-        source: where it is from, in words.
-        params: its parameters by name, each once, also if it is tied.
+        source: the origin of the model, in words.
+        params: its parameters by name; a tied parameter is listed once.
         buffers: bytes of its buffers.
         matrices: names of the 2-D parameters that are neither an embedding nor an output head.
-        groups: param groups that a function has returned in place of a model, or None.
+        groups: the param groups that a function returned in place of a model; None for a model.
         notes: what a reader of the table should know.
     """
 
@@ -47,12 +47,12 @@ class Model:
 
     @property
     def dtypes(self) -> list[str]:
-        """Of its parameters, in order of appearance."""
+        """The dtypes of its parameters, in order of appearance."""
         return [*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in self.params.values())]
 
 
 def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
-    """Read a model, as the command's help says; no weights are read, and nothing is fetched. Raises InputError."""
+    """Read a model, as the command's help says. This reads no weights, and fetches nothing. Raises InputError."""
     found = _read(text, real=real, trust_remote_code=trust_remote_code)
     if not found.params:
         raise InputError(f"{text} has no parameters")
@@ -63,7 +63,7 @@ def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False
 
 def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
     path = Path(text)
-    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises where a name is too long
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises if a name is too long
         names = ("config.json", "model.safetensors.index.json", "model.safetensors")
         path = next((path / name for name in names if (path / name).is_file()), path)
         if path.is_dir():
@@ -115,10 +115,10 @@ def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: A
 
 
 def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what a user's function returns
-    """Call what may be the user's code; an InputError says where it raised what."""
+    """Call a function that may be the user's. An InputError says what it raised, and where."""
     try:
         return function()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise any exception
         others = [str(Path(file).parent) for file in (__file__, torch.__file__, importlib.__file__)]
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith((*others, "<frozen"))]
@@ -153,7 +153,7 @@ def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of parameters, by the names of safetensors; other dtypes are not trained by the optimizers of torch."""
+"""The dtypes of parameters, by their names in safetensors. The optimizers of torch do not train other dtypes."""
 
 _BUFFERS = re.compile(r"(inv_freq|\.masked_bias|position_ids|running_(mean|var)|num_batches_tracked)$|\.attn\.bias$")
 """Names under which well-known models save buffers; GPT-2's ``attn.bias`` is a mask."""

@@ -1,4 +1,4 @@
-"""A comparison as a table, as JSON and as a picture."""
+"""Shows a comparison as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroshard.planner.comparison import Row
 from zeroshard.planner.models import InputError, Model
 
 SCHEMA = 1
-"""Version of the JSON; raised when a name in it changes its meaning, or goes."""
+"""The version of the JSON. A change must raise it if a name changes its meaning, or is removed."""
 
 NOT_COUNTED = (
     "Not counted: activations, the device's context, NCCL's buffers, fragmentation.\n"
@@ -27,7 +27,7 @@ BY_ARITHMETIC = "* by the same arithmetic, not run; FSDP2 without the layers tha
 
 
 def table(rows: Iterable[Row], memory: int | None) -> Table:
-    """Return a line for each row, in at most 80 columns: each number is the largest of any rank."""
+    """Return a table with a line for each row, in at most 80 columns. Each number is the largest of any rank."""
     found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     names = ["state", "peak", "work", "sent", "sent, all", *(["left"] if memory is not None else [])]
     for name in ("ranks", "partition", *names):
@@ -84,7 +84,7 @@ def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mappi
 
 
 def draw(rows: Sequence[Row], memory: int | None, file: Path) -> None:
-    """Draw bytes by kind for the first number of ranks, and their sums over all numbers; InputError if it cannot."""
+    """Draw bytes by kind for the first number of ranks, and their sums for all; InputError if it cannot save them."""
     from matplotlib.figure import Figure
 
     by_name: dict[str, list[Row]] = {}
