@@ -75,7 +75,7 @@ class OptimizerDescription:
         owned_bytes: bytes of parameters that this rank owns.
         state_bytes_here: bytes of state on this rank.
         tensors: the parameters.
-        buckets: of a communication hook in the last backward; empty without one.
+        buckets: the buckets of a communication hook in the last backward; empty without a hook.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, as
             :func:`zeroshard_core.predict` computes them from the plan, without the padding of flat buffers.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.

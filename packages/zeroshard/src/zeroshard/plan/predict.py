@@ -29,7 +29,7 @@ class Planner:
 
     Args:
         model: a module, parameters or param groups, which may be on the meta device.
-        optimizer_class: as for :class:`ZeroRedundancyOptimizer`, like the arguments that are not listed here.
+        optimizer_class: the class, as for :class:`ZeroRedundancyOptimizer`, like all arguments that are not listed.
         buffers: bytes of the model's buffers, unless ``model`` is a module.
         order: all parameters in the order of the model, in which DDP makes buckets, if groups have another order.
         backend: how ranks are connected; by default gloo if all parameters are on the CPU, else nccl.
@@ -185,12 +185,12 @@ def predict(
 
     Args:
         model: a module, parameters or param groups, which may be on the meta device.
-        optimizer_class: as for :class:`ZeroRedundancyOptimizer`.
+        optimizer_class: the class, as for :class:`ZeroRedundancyOptimizer`.
         ranks: the number of ranks.
-        partition: as for the optimizer.
+        partition: the partition, as for the optimizer.
         reduces_to_owner: whether DDP has a communication hook that sends gradients to their owners alone.
         interleaves: whether this hook steps a bucket while others are reduced.
-        **arguments: as for the optimizer, and for :class:`Planner`.
+        **arguments: arguments of the optimizer, and of :class:`Planner`.
 
     Raises:
         TypeError, ValueError: if the optimizer's constructor refuses the arguments.

@@ -36,7 +36,7 @@ class Consolidated:
 
 
 def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank: int) -> Manifest:
-    """Describe all state of this rank: of its shards, of no parameter, and the values that steps wrote to groups.
+    """Describe all state of this rank: state of its shards and of no parameter, and values that steps wrote to groups.
 
     Raises:
         StateMapError: if an entry of the state can be neither joined nor sent.
