@@ -21,7 +21,7 @@ from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of,
 from zeroshard.plan.layout import Partition, Policy, first_layout, first_plan, with_work
 
 Backend = Literal["gloo", "nccl"]
-"""Ranks send tensors by messages, or by collectives as on all backends except gloo, where parts are smaller."""
+"""Ranks send tensors by messages (gloo), or by collectives (all other backends), for which parts are smaller."""
 
 
 class Planner:
@@ -83,7 +83,7 @@ class Planner:
 
     @property
     def is_plain(self) -> bool:
-        """True if torch's ``ZeroRedundancyOptimizer`` works too: one class steps parameters of one dtype themselves."""
+        """True if torch's ``ZeroRedundancyOptimizer`` works too: one class, one dtype, and no master weights."""
         dtypes = {spec.dtype for spec in self._specs if spec.trainable}
         return not (self._policy.has_several or self._policy.master_weights or len(dtypes) > 1)
 
