@@ -1,6 +1,6 @@
-"""Gradients that come in buckets while backward computes.
+"""Reduces gradients to their owners in buckets, while backward computes.
 
-A communication hook hands each bucket to ``exchange``, which sends it to its owners; ``.grad`` is a ``placeholder``
-then, until a step uses the gradients. ``table`` has the state of every gradient, and ``norms`` what all ranks know of
-its values. Data flows from exchange to ``buckets`` and each ``bucket``; a step asks the exchange for the gradients.
+A communication hook hands each bucket to ``exchange``, which sends it to its owners. After backward, ``.grad`` is a
+``placeholder`` until a step uses the gradients. ``table`` holds the state of every gradient, ``norms`` the 2-norms.
+Data flows from ``exchange`` to ``buckets`` and each ``bucket``; a step asks the exchange for the gradients.
 """

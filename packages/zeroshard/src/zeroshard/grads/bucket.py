@@ -1,4 +1,4 @@
-"""One bucket of gradients: which ranges belong to which owner, and how they are handed to the local optimizer."""
+"""Maps the ranges of one bucket of gradients to their owners, and hands this rank's to the local optimizer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Bucket:
     """A bucket of gradients, as a framework passes it during backward.
 
     Attributes:
-        index: its number; the same order on every rank.
-        is_last: whether it is the last of this backward.
-        buffer: all gradients, 1-D.
+        index: the number of the bucket; buckets have the same order on every rank.
+        is_last: whether it is the last bucket of this backward.
+        buffer: the gradients of the bucket, 1-D.
         gradients: views of the buffer, each in the shape of its parameter.
-        params: the parameters.
-        present: per parameter, whether this rank has computed a gradient for it.
-        announced: the number that the framework gave it.
+        params: the parameters, in the order of ``gradients``.
+        present: for each parameter, whether this rank has computed a gradient.
+        announced: the number that the framework gave the bucket.
     """
 
     index: int
@@ -43,18 +43,18 @@ class Bucket:
 
     @property
     def offsets(self) -> list[int]:
-        """Per tensor, its first element in the buffer."""
+        """The first element of each gradient in the buffer."""
         start = int(self.buffer.storage_offset())
         return [int(gradient.storage_offset()) - start for gradient in self.gradients]
 
 
 class BucketState:
-    """The layout of a bucket for a plan, and what the present backward has done with the bucket.
+    """Holds the layout of a bucket for a plan, and its buffer in the current backward.
 
-    What is known of its gradients is in :class:`zeroshard.grads.table.GradTable`.
+    :class:`zeroshard.grads.table.GradTable` holds the states of its gradients.
 
     Args:
-        bucket: the bucket as it came for the first time.
+        bucket: the bucket, as it arrives for the first time.
         tensors: the indices of its parameters in the plan; also an attribute.
 
     Attributes:
@@ -64,12 +64,12 @@ class BucketState:
         buffer: the bucket, 1-D; None after :meth:`release`.
         is_last: whether the bucket was the last one of its backward.
         announced: the number that the framework gave the bucket.
-        present: whether this rank has computed a gradient in the last backward, for each parameter.
+        present: for each parameter, whether this rank has computed a gradient in the last backward.
         owned_tensors: the tensors of the local optimizer that belong to the bucket.
         reducer: sends gradients to their owners.
-        broadcast: sends the owners' new values to all ranks; does nothing if all parameters are sent together.
-        is_stepped_early: whether it was stepped during this backward.
-        failure: the error that the optimizer raised then; None if it raised none.
+        broadcast: broadcasts the owners' new values; does nothing if all parameters are broadcast together.
+        is_stepped_early: whether the bucket was stepped during this backward.
+        failure: the error that the optimizer raised in that step; None without one.
     """
 
     def __init__(self, bucket: Bucket, tensors: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class BucketState:
         self._begin(bucket)
 
     def take(self, bucket: Bucket) -> bool:
-        """Use the buffer of a further backward; return False if the bucket has other parameters."""
+        """Adopt the buffer of another backward. Return False if the bucket has other parameters."""
         if not self.has_params(bucket):
             return False
         if self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr():
@@ -93,7 +93,7 @@ class BucketState:
         return True
 
     def has_params(self, bucket: Bucket) -> bool:
-        """Whether a bucket has the same parameters."""
+        """Return True if a bucket has the same parameters."""
         return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
 
     def _begin(self, bucket: Bucket) -> None:
@@ -102,17 +102,17 @@ class BucketState:
         self.is_stepped_early, self.failure = False, None
 
     def release(self) -> None:
-        """Drop the bucket's memory, whose gradients were used: the framework needs it for another bucket."""
+        """Drop the buffer, whose gradients were used, because the framework needs its memory for another bucket."""
         self.buffer, self._bound, self._views = None, None, (0, {})
         self.reducer.release()
         for tensor in self.owned_tensors:
             tensor.grad = None
 
     def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, broadcast: ParamBroadcast) -> None:
-        """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
+        """Lay out the bucket for a plan and the parameters' current memory. No reduction may be in progress.
 
         Raises:
-            ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
+            ValueError: if a cut parameter has changed its memory format, because its gradients have the old one.
         """
         for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
             if param.stride() != stride and plan.is_cut(index):
@@ -130,11 +130,11 @@ class BucketState:
         for tensor, gradient in before.items():
             place = self.owned_gradients().get(tensor)
             if place is not None and place.data_ptr() != gradient.data_ptr():
-                # A step may still use it.
+                # A step may still use the gradient.
                 place.copy_(gradient)
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
-        """Return the views of the bucket that this rank owns, by tensor. They are made once for a buffer."""
+        """Return the views of the bucket that this rank owns, by tensor; makes them once for each buffer."""
         if self.buffer is None:
             return {}
         if self._views[0] != self.buffer.data_ptr():
@@ -148,7 +148,7 @@ class BucketState:
         return self._views[1]
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
-        """Take over values that a communication hook has reduced; a ValueError if they are more or fewer."""
+        """Copy in values that another communication hook has reduced. Raises ValueError if their number differs."""
         assert self.buffer is not None
         if reduced.numel() != self.buffer.numel():
             raise ValueError(
@@ -164,7 +164,7 @@ class BucketState:
                 target.copy_(source)
 
     def gradients(self, present: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
-        """Return this rank's parts of the gradients, None where ``present`` is False, for each shard that it owns."""
+        """Return the gradient of each shard that this rank owns, None where ``present`` is False."""
         if self.buffer is None and any(present):
             raise RuntimeError(
                 "gradients of the first backward have been stepped and set to None, and their memory was given back: "
@@ -177,18 +177,18 @@ class BucketState:
         return self._bound[1]
 
     def bind(self, present: tuple[bool, ...]) -> None:
-        """Hand the local optimizer :meth:`gradients`, to step with them."""
+        """Set ``.grad`` of this rank's shards to :meth:`gradients`."""
         gradients = self.gradients(present)
-        # Optimizers and users may have replaced them meanwhile.
+        # Optimizers and users may have replaced them since.
         if not all(map(is_, map(_grad_of, self.owned_tensors), gradients)):
             for shard, gradient in zip(self._owned.values(), gradients, strict=True):
                 shard.tensor.grad = shard.converted(gradient)
 
     def step(self, present: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
-        """Step what this rank owns of the bucket, with :meth:`gradients`. No-op if it was stepped during backward.
+        """Step this rank's shards of the bucket with :meth:`gradients`. No-op if they were stepped during backward.
 
         Raises:
-            Exception: what the optimizer raises, or has raised during backward.
+            Exception: the error of the optimizer, in this step or in the one during backward.
         """
         failure, self.failure = self.failure, None
         if failure is not None:
@@ -199,7 +199,7 @@ class BucketState:
                 self._partial.step(arguments)
 
     def step_early(self) -> None:
-        """Step during backward, where all ranks have all gradients; :meth:`step` raises what the optimizer raises."""
+        """Step during backward, when all ranks have all gradients. :meth:`step` raises the optimizer's error."""
         try:
             self.step(self.present, {})
             self.is_stepped_early = True
@@ -207,7 +207,7 @@ class BucketState:
             self.failure = error
 
     def _runs(self, plan: Plan) -> list[Run]:
-        """The ranges of the bucket by owner, neighbours of one owner as one."""
+        """Return the ranges of the bucket by owner, with adjacent ranges of one owner merged."""
         runs: list[Run] = []
         for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
             is_part = plan.is_cut(index)
@@ -223,7 +223,7 @@ class BucketState:
 
 
 class Rest:
-    """Parameters that are in no bucket: stepped with their ``.grad``, and broadcast after the buckets."""
+    """Holds the parameters that are in no bucket. A step uses their ``.grad`` and broadcasts them after the buckets."""
 
     def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
         self.tensors, self.broadcast = tensors, broadcast
@@ -231,11 +231,11 @@ class Rest:
         self._partial = PartialStepper(local, self.shards)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
-        """Return this rank's parts of their gradients."""
+        """Return the gradients of this rank's shards."""
         return [gradient_of(shard) for shard in self.shards]
 
     def step(self, arguments: Mapping[str, object]) -> None:
-        """Step what this rank owns of them."""
+        """Step this rank's shards."""
         with bound_gradients(self.shards):
             self._partial.step(arguments)
 

@@ -1,4 +1,4 @@
-"""The buckets of one optimizer: agreed on when they first come, and laid out again when the model changes."""
+"""Keeps the buckets of one optimizer: ranks agree on each when it first arrives, and a new layout rebuilds them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from zeroshard.plan.layout import Layout, label_in, with_settings
 _logger = logging.getLogger(__name__)
 
 _SETTLED = 3
-"""After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
+"""Number of equal backwards after which the next one should have the same buckets: DDP rebuilds them once, before."""
 
 
 class Buckets:
-    """The buckets of one sharded optimizer, and the parameters that are in none.
+    """Holds the buckets of one sharded optimizer, and the parameters that are in no bucket.
 
-    Only the exchange and a change of the layout change it.
+    Only the exchange and a new layout change this object.
 
     Args:
         coordinator: the channel of the ranks' agreements.
         local: the local optimizer.
-        buffers: where parameters lie.
+        buffers: the memory of the parameters.
         layout: the layout in use.
-        table: the state of the gradients.
-        is_interleaved: whether buckets are stepped one by one.
+        table: the states of the gradients.
+        is_interleaved: whether each bucket is stepped as soon as it is reduced.
 
     Attributes:
-        by_index: the state of each bucket, by its number; none before the first backward, the same on all ranks.
-        arrived: those that have come in this backward, or the last one, in order.
-        rest: the parameters that are in none.
-        device: of all parameters.
-        transport: carries the buckets.
+        by_index: the state of each bucket, by number, equal on all ranks; empty before the first backward.
+        arrived: the buckets that have arrived in this backward, or in the last one, in order.
+        rest: the parameters that are in no bucket.
+        device: the device of all parameters.
+        transport: reduces and broadcasts the buckets.
         are_sent: whether parameters are broadcast bucket by bucket, and not all together.
 
     Raises:
@@ -67,14 +67,14 @@ class Buckets:
         self.by_index: dict[int, BucketState] = {}
         self.arrived: list[BucketState] = []
         self._known: frozenset[int] = frozenset()
-        """Tensors reduced by backwards that finished."""
+        """The tensors that finished backwards have reduced."""
         self._is_new = self._is_expected = False
         self._alike = 0
         local.detach_shards()
         self.lay_out(layout)
 
     def lay_out(self, layout: Layout) -> None:
-        """Adopt a layout, or parameters that have moved; raises as :meth:`check_layout`."""
+        """Adopt a layout, or parameters that have moved. Raises as :meth:`check_layout`."""
         self.check_layout(self._local.params, layout)
         self._params, self._layout = self._local.params, layout
         self._table.norms.rebuild(self._layout.plan)
@@ -84,7 +84,7 @@ class Buckets:
         self._lay_out_rest()
 
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Raise a ValueError if :meth:`lay_out` would, on this rank only: before the ranks agree on a layout."""
+        """Raise the ValueError of :meth:`lay_out` on this rank only. Call it before the ranks agree on a layout."""
         if common_device(params, layout) != self.device:
             raise ValueError(
                 f"parameters were on {self.device} when the communication hook began to work, and have been moved: "
@@ -104,7 +104,7 @@ class Buckets:
         state.lay_out(self._layout.plan, self._local, self.transport, broadcast)
 
     def _broadcast_of(self, tensors: Sequence[int]) -> ParamBroadcast:
-        """Make the broadcast of some parameters; without effect if all are sent together."""
+        """Return the broadcast of some parameters. It is empty if all parameters are broadcast together."""
         if not self.are_sent:
             return ParamBroadcast([], [])
         broadcaster = self.transport.broadcaster(self._buffers.segments(self._layout.plan, tensors))
@@ -112,7 +112,7 @@ class Buckets:
 
     def check_outside(self) -> None:
         """Raise a RuntimeError if a parameter that is in no bucket has a gradient, which differs between ranks."""
-        # Also those that were frozen, and may not be any more.
+        # Includes frozen parameters, which may be trainable again.
         for tensor in self._outside:
             param = self._params[tensor]
             if param.grad is None or getattr(param, "_ddp_ignored", False):
@@ -126,14 +126,14 @@ class Buckets:
             )
 
     def bind(self) -> Sequence[LocalShard]:
-        """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
+        """Set the gradients of shards in buckets; return the other shards, which take their parameters' gradients."""
         self._table.use()
         for state in self.arrived:
             state.bind(self._table.present(state.tensors))
         return self.rest.shards
 
     def unarrived(self) -> str:
-        """Name the parameters whose gradients have not come in this backward, for messages."""
+        """Return the names of parameters whose gradients have not arrived in this backward, for messages."""
         arrived = {tensor for state in self.arrived for tensor in state.tensors}
         # Some may have been frozen or unfrozen since the last step.
         active = zip(self._params, self._layout.active, strict=True)
@@ -142,11 +142,11 @@ class Buckets:
         return ", ".join(label_in(self._layout.plan, i) for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 
     def take(self, bucket: Bucket, *, reduces: bool) -> BucketState:
-        """Take in a bucket of a backward; the first one begins it. Collective, if it has other parameters than before.
+        """Record a bucket that arrives; index 0 begins a backward. Collective if it has other parameters than before.
 
         Args:
-            bucket: its parameters are laid out when it comes for the first time.
-            reduces: whether gradients are sent to their owners, and not reduced by another hook.
+            bucket: the bucket; it is laid out when it arrives for the first time.
+            reduces: True if the transport reduces the bucket, False if another hook does.
 
         Raises:
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
@@ -155,7 +155,7 @@ class Buckets:
         before = known.buffer if known is not None else None
         is_known = known is not None and known.take(bucket)
         if bucket.index == 0:
-            # Prepare for the other buckets if they have been the same for a while.
+            # Prepare for the other buckets if the last backwards had the same ones.
             self._is_expected = is_known and self._alike >= _SETTLED
             for other in self.arrived if self._is_expected and reduces else ():
                 other.reducer.expect()
@@ -170,13 +170,13 @@ class Buckets:
         return state
 
     def release_replaced(self) -> None:
-        """Drop the memory of used buckets that were new in the last backward: the framework may replace them now."""
+        """Drop used buckets that were new in the last backward, because the framework may replace them now."""
         for state in self.by_index.values() if self._alike == 0 else ():
             if all(param.grad is None for param in state.params):
                 state.release()
 
     def end(self) -> None:
-        """End a backward: after a rebuild there may be fewer buckets."""
+        """End a backward, and drop buckets that a rebuild has removed."""
         self._alike = 0 if self._is_new else self._alike + 1
         if self._is_new:
             self._is_new = False
@@ -184,7 +184,7 @@ class Buckets:
             self._lay_out_rest()
 
     def _add(self, bucket: Bucket) -> BucketState:
-        """Lay out a bucket with other parameters than before, when all ranks agree on it."""
+        """Agree with all ranks on a bucket with other parameters than before, and lay it out. Collective."""
         if self._is_expected:
             raise RuntimeError(
                 "buckets have changed after many equal backwards, as if the model had been wrapped in another "
@@ -211,14 +211,14 @@ class Buckets:
             proposal.set(with_settings(layout, settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
-        # Others keep the states that they had before a rebuild until their own new bucket comes.
+        # Other tensors keep the bucket from before a rebuild until their new bucket arrives.
         self._table.locate([state])
         self._is_new = True
         return state
 
 
 def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
-    """Return the device of all parameters that take part; a ValueError if they are on several."""
+    """Return the device of all active parameters. Raises ValueError if they are on several."""
     found: dict[torch.device, int] = {}
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
         if is_active:
@@ -267,12 +267,12 @@ def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor,
 
 
 def _check_order(bucket: Bucket, place: int, title: str) -> None:
-    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements; this reads all of it."""
+    """Raise a ValueError if a gradient is not laid out in its bucket like its parameter. Reads the whole gradient."""
     param, grad = bucket.params[place], bucket.params[place].grad
     if param.dim() < 2 or grad is None or type(grad) is GradPlaceholder or not bucket.present[place]:
         return
     if grad.data_ptr() == bucket.gradients[place].data_ptr() and grad.stride() == param.stride():
-        # It is the place in the bucket.
+        # The gradient is a view of the bucket.
         return
     offset = int(bucket.gradients[place].storage_offset()) - int(bucket.buffer.storage_offset())
     view = gradient_view(bucket.buffer, offset, param.shape, param.stride())

@@ -1,4 +1,4 @@
-"""Checks the loop of a hook that steps during backward: one backward that has stepped for each call of ``step()``."""
+"""Checks the training loop of a hook that steps during backward: one such backward for each call of ``step()``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zeroshard.guard import Guard
 
 
 class EarlySteps:
-    """Counts the backwards that have stepped, and remembers the hyperparameters that they have stepped with.
+    """Counts the backwards that have stepped, and records their hyperparameters.
 
     Args:
-        guard: its ``refused`` is set.
+        guard: :meth:`accept_step` sets its ``refused`` before it raises.
         checksum: returns a checksum of the hyperparameters.
     """
 
@@ -20,11 +20,11 @@ class EarlySteps:
         self._guard, self._checksum = guard, checksum
         self._backwards = self._stepped_with = 0
         self._unstepped = ""
-        """Why the last backward has not stepped, if it should have."""
+        """The reason why the last backward failed to step; empty if it did not fail."""
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Record the step of a backward, which is made in the block."""
+        """Record the step that a backward makes in the block."""
         try:
             yield
         except BaseException as raised:
@@ -36,15 +36,15 @@ class EarlySteps:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a backward has stepped since the last call of ``step()``."""
+        """True if a backward has stepped since the last call of ``step()``."""
         return self._backwards > 0
 
     def has_same_hyperparameters(self) -> bool:
-        """Whether hyperparameters are those that the last backward has stepped with, or that were accepted since."""
+        """Return True if the hyperparameters equal the last backward's, or the ones accepted since."""
         return self._checksum() == self._stepped_with
 
     def accept_hyperparameters(self) -> None:
-        """Treat the current hyperparameters as those that the last backward has stepped with."""
+        """Treat the current hyperparameters as the last backward's."""
         self._stepped_with = self._checksum()
 
     def check_refused(self) -> None:
@@ -54,15 +54,15 @@ class EarlySteps:
             raise RuntimeError(refusal)
 
     def accept_step(self, changed: str, edited: str, *, has_gradients: bool) -> None:
-        """Accept a call of ``step()``: one backward has stepped, and nothing was changed that it would have seen.
+        """Accept a call of ``step()`` if one backward has stepped, and the loop has changed nothing that it uses.
 
         Args:
-            changed: a tensor whose gradient was removed or set to zero since; empty if there is none.
-            edited: a tensor whose state was edited since; empty if there is none.
-            has_gradients: whether gradients of a backward are there.
+            changed: the name of a tensor whose gradient the loop has removed or zeroed since; empty without one.
+            edited: the name of a tensor whose state was edited since; empty without one.
+            has_gradients: whether a parameter has a gradient of a backward.
 
         Raises:
-            RuntimeError: if that is not so, from then on until a state is loaded.
+            RuntimeError: if not. Further steps raise it too, until a state is loaded.
         """
         backwards, self._backwards = self._backwards, 0
         found = ""
@@ -86,5 +86,5 @@ class EarlySteps:
             raise RuntimeError(self._guard.refused)
 
     def reset(self) -> None:
-        """Forget how ``step()`` was called: a state has been loaded."""
+        """Forget earlier backwards, after a state was loaded."""
         self._backwards, self._unstepped = 0, ""

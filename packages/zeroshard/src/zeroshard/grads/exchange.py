@@ -1,12 +1,12 @@
-"""Takes the gradients of each backward bucket by bucket, and hands them to the step.
+"""Reduces the gradients of each backward bucket by bucket, and gives them to the step.
 
-Buckets are sent in the order in which they come. A worker thread finishes each reduction when its values arrive, so
-that it overlaps with backward; or, if a transport needs the same order on all ranks, the thread that runs backward
-does: after the last bucket, or one bucket later, if each is stepped as soon as it is reduced.
+Buckets are sent in the order in which they arrive. A worker thread finishes each reduction when its values arrive, so
+that it overlaps with backward. If a transport needs the same order on all ranks, the thread that runs backward finishes
+reductions: after the last bucket, or one bucket later if each is stepped as soon as it is reduced.
 
-Nothing but gradients travels with a bucket. At the end of each backward all ranks agree that it was the same backward,
-with the same buckets; which tensors have no gradient on any rank they ask only if some are missing on one. A hook that
-steps bucket by bucket changes the order of operations, so all ranks agree at the first bucket that they may.
+Messages of a bucket contain only gradients. At the end of each backward all ranks agree that it was the same backward
+with the same buckets. They exchange which tensors have gradients only if a rank lacks one. A hook that steps bucket by
+bucket changes the order of operations, so all ranks agree to do so at the first bucket.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from zeroshard.plan.layout import Layout, Seen, label_in
 
 _Reduced = Future[torch.Tensor]
 _PATIENCE = 5.0
-"""Seconds that a rank with an incomplete backward gives slower ones to come as far."""
+"""Seconds for which a rank with an incomplete backward waits for slower ranks."""
 
 _END = "the end of backward()"
 
 
 class StepMode(Enum):
-    """When shards are stepped."""
+    """The time at which shards are stepped."""
 
     IN_STEP = "in step()"
     AFTER_BACKWARD = "after the last bucket"
@@ -57,19 +57,19 @@ class StepMode(Enum):
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether buckets are stepped and broadcast while others are being reduced."""
+        """True if buckets are stepped and broadcast while others are being reduced."""
         return self is StepMode.PER_BUCKET
 
 
 @dataclass(frozen=True)
 class StepCalls:
-    """What an exchange calls to step during backward, and to check the loop; none of it keeps the optimizer alive.
+    """The functions that step during backward and check the loop. They do not keep the optimizer alive.
 
     Attributes:
-        look: looks at the model, when a backward begins if the argument is True, and else at its end.
-        step: makes the step that ends a backward, with what ``look`` has returned, or None. Collective.
+        look: looks at the model; the argument is True when a backward begins, and False when it ends.
+        step: makes the step that ends a backward, given the result of ``look`` or None. Collective.
         checksum: returns a checksum of the hyperparameters.
-        edited_state: names a tensor of which the state was edited since the last step; empty if it is not known.
+        edited_state: names a tensor whose state was edited since the last step; empty if none is known.
     """
 
     look: Callable[[bool], Seen]
@@ -79,28 +79,28 @@ class StepCalls:
 
 
 class GradExchange:
-    """Takes the buckets of each backward, and learns of its end.
+    """Reduces the buckets of each backward, and ends the backward on all ranks.
 
-    Made by :meth:`ZeroRedundancyOptimizer.follow_backward`; its methods are collective, and only the thread that runs
-    backward calls them, or the one that steps.
+    :meth:`ZeroRedundancyOptimizer.follow_backward` makes it. Its methods are collective. Only the thread that runs
+    backward and the thread that steps call them.
 
     Args:
         coordinator: the channel of the ranks' agreements.
-        guard: remembers exchanges that were left incomplete, and loops that misuse the hook.
+        guard: records incomplete exchanges, and loops that misuse the hook.
         local: the local optimizer.
-        buffers: where parameters lie.
+        buffers: the memory of the parameters.
         layout: the layout in use.
-        calls: what it calls to step during backward.
+        calls: the functions that step during backward.
         mode: when shards are stepped; also an attribute.
-        norms: whether every rank learns the 2-norms of all gradients at the end of each backward.
+        norms: whether ranks exchange the 2-norms of all gradients at the end of each backward.
 
     Attributes:
         table: the state of each gradient.
         buckets: the buckets of the last backward.
         in_backward: whether a backward is producing buckets.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
-        uses_all: whether every backward makes a gradient of every parameter; if not, no bucket is stepped before the
-            last one is reduced. Set by who registers a hook.
+        uses_all: whether every backward makes a gradient for every parameter; if not, no bucket is stepped before the
+            last one is reduced. The function that registers a hook sets it.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
@@ -141,35 +141,34 @@ class GradExchange:
         self.early_steps = EarlySteps(guard, calls.checksum) if steps_early else None
 
     def begin_forward(self) -> None:
-        """Prepare for a forward in which DDP rebuilds its buckets, and copies what is in ``param.grad``."""
+        """Prepare for a forward in which DDP rebuilds its buckets, and copies ``param.grad``."""
         if not self.in_backward:
             self.buckets.release_replaced()
         self.table.hide()
 
     def end_forward(self) -> None:
-        """End what :meth:`begin_forward` began; no-op otherwise."""
+        """Undo :meth:`begin_forward`; no-op without it."""
         self.table.show()
 
     # ------------------------------------------------------------------ a backward
 
     @disable_dynamo
     def begin(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None) -> Future[torch.Tensor]:
-        """Send a bucket of gradients to their owners, and step them if the mode is to step during backward.
+        """Send a bucket of gradients to their owners, and step them if the mode steps during backward.
 
         Args:
-            bucket: the buckets of a backward come by ascending index, the first with the index 0, in the same order on
-                every rank.
-            reduce: if given, averages the bucket over the ranks: begins that, and returns a future of the result, of
+            bucket: the next bucket; the indices of a backward ascend from 0, in the same order on every rank.
+            reduce: if given, begins to average the bucket over the ranks, and returns a future of the result, which has
                 the bucket's length.
 
         Returns:
-            A future of the bucket's buffer, in which this rank's parts then hold the means over all ranks. Other parts
-            are undefined.
+            A future of the bucket's buffer. When it completes, this rank's parts hold the means over all ranks, and
+            other parts are undefined.
 
         Raises:
-            DisagreementError: if ranks have other buckets.
+            DisagreementError: if the buckets of ranks differ.
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier call was not finished, or gradients that were reduced before are still there.
+            RuntimeError: if an earlier call was not finished, or a parameter still has a reduced gradient.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         self._guard.check_broken()
@@ -190,16 +189,16 @@ class GradExchange:
             self.in_backward = True
         state = self.buckets.take(bucket, reduces=reduce is None)
         self.table.launch(state.tensors)
-        # The hook that reduces the bucket may write to it in a thread from now on. What it queues now comes before
-        # `beside`, even if its future has no devices, so that waiting for that orders no stream.
+        # From now on the other hook may write to the bucket in a thread. `beside` comes after what the hook queues now:
+        # if its future has no devices, waiting for the future orders no stream.
         result = reduce() if reduce is not None else None
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer) if reduce is None else None
         done: _Reduced = Future(devices=self._devices)
         if self._steps_buckets and self.buckets.transport.uses_thread:
-            # Before a thread may send, in one order.
+            # Post receives before the worker thread may send, so that their order is fixed.
             state.broadcast.expect()
-        # A bucket without a number of its own may be the last, after which DDP waits for all.
+        # A bucket without its own number may be the last one, after which DDP waits for all.
         is_last = bucket.is_last or bucket.announced != bucket.index
         leave = 0 if is_last else 1 if self.mode.is_interleaved else None
         self._queue.add(partial(self._finish, state, work, result, done), work, leave=leave)
@@ -219,14 +218,14 @@ class GradExchange:
             guard.mark_broken(error)
             raise
         finally:
-            # Even after an error, which is raised at the end of backward: DDP would wait for ever.
+            # Even after an error, which the end of backward raises: DDP would wait forever.
             done.set_result(buffer)
         if self._steps_buckets and not guard.broken:
-            # And broadcast it, even after a failure: all ranks have agreed to.
+            # Broadcast even after a failure, because all ranks have agreed to.
             if self._may_step:
                 state.step_early()
                 self._may_step = state.failure is None
-            with record_function(f"zeroshard::share bucket {state.index}"):
+            with record_function(f"zeroshard::broadcast bucket {state.index}"):
                 state.broadcast.send()
 
     def _take_in(self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None) -> None:
@@ -240,11 +239,11 @@ class GradExchange:
     def end(self) -> None:
         """Finish a backward, after its last bucket and after everything else that writes gradients.
 
-        Each rank has its parts of all gradients then, and ``.grad`` is a placeholder; a hook that steps has stepped.
+        Then each rank holds its parts of all gradients, and ``.grad`` is a placeholder; a stepping hook has stepped.
 
         Raises:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
-            Exception: if shards are stepped during backward, any error of a step.
+            Exception: any error of a step, if shards are stepped during backward.
         """
         self._end_reductions()
         if self.early_steps is not None:
@@ -256,7 +255,7 @@ class GradExchange:
             try:
                 with record_function("zeroshard::wait for gradients"):
                     self._queue.drain()
-            except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            except Exception as error:  # noqa: BLE001 - the agreement raises any error on every rank
                 failure = error
             with record_function("zeroshard::agree"):
                 present = self._agree_on_backward(failure)
@@ -272,7 +271,7 @@ class GradExchange:
             self.in_backward = False
 
     def _agree_on_backward(self, error: Exception | None) -> list[tuple[bool, ...]]:
-        """Agree that all ranks end the same backward, and return which gradients exist on any, by bucket. Collective.
+        """Agree that all ranks end the same backward. Return by bucket which gradients exist on any rank. Collective.
 
         Raises:
             DisagreementError: if a rank was in another backward, or had other buckets.
@@ -292,7 +291,7 @@ class GradExchange:
     def end_of_autograd(self) -> None:
         """End a backward in which no bucket was marked as the last, such as the first one of a static graph.
 
-        Called at the end of autograd's work, or of a backward inside it, such as one of activation checkpoints.
+        A callback of autograd calls this at the end of a backward, or of one nested in it by activation checkpoints.
         """
         arrived = self.buckets.arrived
         if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
@@ -300,10 +299,10 @@ class GradExchange:
         self._arrived_before = len(arrived)
 
     def _numbered(self, bucket: Bucket) -> Bucket:
-        """Number the buckets by their arrival: in the first backward of a static graph, DDP calls all of them 0.
+        """Number a bucket by its arrival, because DDP numbers all of them 0 in the first backward of a static graph.
 
         Raises:
-            RuntimeError: if they are of two models, or an earlier backward did not come to its end.
+            RuntimeError: if buckets belong to two models, or an earlier backward has not ended.
         """
         before = self.buckets.arrived
         if not self.in_backward or (0 < bucket.index == len(before) and not before[-1].is_last):
@@ -324,10 +323,10 @@ class GradExchange:
     # ------------------------------------------------------------------ what a step asks
 
     def prepare_step(self) -> None:
-        """Find out which gradients the next step will use; end a backward that was left after its last bucket.
+        """Determine which gradients the next step uses; end a backward that stopped after its last bucket.
 
         Raises:
-            RuntimeError: if a backward was left, or gradients were never reduced.
+            RuntimeError: if a backward has not ended, or gradients were never reduced.
         """
         if self.in_backward:
             error = self._unended()
@@ -343,15 +342,15 @@ class GradExchange:
 
     @property
     def broadcasts(self) -> Sequence[ParamBroadcast]:
-        """The broadcasts of the buckets, of which a step waits for all; empty if it sends all parameters together."""
+        """The broadcasts for which a step waits, by bucket; empty if all parameters are broadcast together."""
         return [state.broadcast for state in self._states] if self.buckets.are_sent else []
 
     def accept_step(self) -> None:
         """Accept a call of ``step()`` for a backward that has stepped already.
 
         Raises:
-            RuntimeError: if the loop has changed something since that the step would have seen, or gradients were never
-                reduced; see :class:`EarlySteps`.
+            RuntimeError: if the loop has since changed something that the step uses, or gradients were never reduced;
+                see :class:`EarlySteps`.
         """
         assert self.early_steps is not None
         self.early_steps.check_refused()
@@ -362,7 +361,7 @@ class GradExchange:
         self.early_steps.accept_step(title, self._calls.edited_state(), has_gradients=is_there)
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
-        """Step what was not stepped during backward, bucket by bucket, and send it."""
+        """Step and broadcast, bucket by bucket, what backward has not stepped."""
         for state in self._states:
             state.broadcast.expect()
         self.table.use()
@@ -373,7 +372,7 @@ class GradExchange:
         self.buckets.rest.broadcast.send()
 
     def owned_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's parts of all gradients that the next step will use."""
+        """Return this rank's parts of all gradients that the next step uses."""
         self.prepare_step()
         found = [*self.buckets.rest.gradients()]
         for state in self.buckets.arrived:
@@ -381,7 +380,7 @@ class GradExchange:
         return [gradient for gradient in found if gradient is not None]
 
     def _unended(self) -> RuntimeError:
-        """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
+        """Return the error for a backward that has not ended; close connections, so that no rank waits for buckets."""
         arrived, coordinator = self.buckets.arrived, self._coordinator
         why, still_waits = "an exception has left it", self._arrived_before == len(arrived)
         if still_waits:
@@ -396,7 +395,7 @@ class GradExchange:
         )
         if not arrived or not arrived[-1].is_last:
             if still_waits:
-                # A slower rank sends these buckets too, and then finds out for itself; or does not, so not for ever.
+                # A slower rank may still send these buckets, and then raises by itself. If not, this wait ends.
                 ending = threading.Thread(target=self._drain_quietly, daemon=True)
                 ending.start()
                 ending.join(_PATIENCE)
@@ -411,7 +410,7 @@ class GradExchange:
     # ------------------------------------------------------------------ steps during backward
 
     def _look_early(self) -> None:
-        """Let buckets be stepped early if nothing has changed on any rank; else the step does it all. Collective."""
+        """Decide whether buckets are stepped early: only if nothing has changed on any rank. Collective."""
         self._seen, self._may_step, self._steps_buckets = None, False, False
         if not self.mode.is_interleaved:
             return
@@ -435,7 +434,7 @@ class GradExchange:
 
 
 def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str:
-    """Name the difference between two backwards: their numbers, and the lengths of their buckets."""
+    """Return text that names the difference between two backwards, in their numbers or in their buckets' lengths."""
     (here, lengths), (there, others) = json.loads(reference), json.loads(other)
     if here != there:
         return (

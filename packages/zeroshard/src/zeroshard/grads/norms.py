@@ -1,7 +1,7 @@
-"""What every rank knows of reduced gradients: their 2-norms, and a checksum of what the loop has done to them.
+"""Keeps the 2-norms of reduced gradients on every rank, and a checksum of the loop's operations on gradients.
 
-Owners take the norms of each bucket when it has been reduced, while it is in the cache, and ranks exchange them at the
-end of a backward. The owner of a gradient applies what the loop does to it, and every rank computes the new norm.
+Owners compute the norms of each bucket when it is reduced, while it is in the cache, and ranks exchange them at the end
+of a backward. The owner of a gradient applies the loop's operations to it, and every rank computes the new norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Factor = float | torch.Tensor
 
 @dataclass
 class _Pending:
-    """A factor by which some gradients were scaled, and their norms were not yet; ``magnitude`` is a copy of it."""
+    """A factor by which gradients were scaled, but not yet their norms; ``magnitude`` copies its absolute value."""
 
     factor: Factor
     version: int
@@ -40,14 +40,14 @@ class _Pending:
 
 
 class _KnownNorms:
-    """Norms that all ranks know, and the factors by which gradients were scaled since.
+    """Holds the norms that ranks have exchanged, and the factors by which gradients were scaled since.
 
-    Scaling all gradients costs the same number of operations on the device, however many there are.
+    Scaling all gradients takes a fixed number of operations on the device, for any number of gradients.
 
     Args:
         values: the norms, float64, by tensor.
         most: the largest finite value of each tensor's dtype.
-        masks: masks that were copied to the device before, by the tensors that they choose.
+        masks: the masks on the device, by the tensors that they select.
     """
 
     def __init__(self, values: torch.Tensor, most: torch.Tensor, masks: dict[tuple[int, ...], torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ class _KnownNorms:
         return self._read[dtype][tensor]
 
     def scale(self, tensor: int, factor: Factor, *, divides: bool) -> None:
-        """Record a factor, which is applied to all gradients with this factor at once when a norm is asked for."""
+        """Record a factor. The next read of a norm applies it to all tensors with this factor at once."""
         version, pending = version_of(factor) if isinstance(factor, torch.Tensor) else 0, self._pending
         if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
             self._apply()
@@ -71,7 +71,7 @@ class _KnownNorms:
         pending.tensors[tensor] = None
 
     def scale_all(self, factor: Factor) -> None:
-        """Multiply all by a factor of at most 1."""
+        """Multiply all norms by a factor of at most 1."""
         self._apply()
         self._values = self._values * factor
         self._read.clear()
@@ -96,7 +96,7 @@ class GradNorms:
     """Holds the norm of each gradient, and applies operations on a placeholder to the part that this rank owns.
 
     The norm of a tensor with one owner is torch's own, in the gradient's dtype. So is the norm of each part of a cut
-    tensor; their squares are added in float64. Norms in half precision are taken in float32.
+    tensor; their squares are added in float64. Norms in half precision are computed in float32.
 
     Only :meth:`exchange` communicates. The next step compares :attr:`checksum`: after an operation on one rank alone it
     raises on every rank.
@@ -104,7 +104,7 @@ class GradNorms:
     Args:
         coordinator: the channel of the ranks' agreements.
         device: the device of the gradients.
-        takes_norms: whether norms are taken; also an attribute.
+        takes_norms: whether norms are computed; also an attribute.
         steps_early: whether shards are stepped during backward, so that gradients cannot be changed; also an attribute.
     """
 
@@ -116,15 +116,15 @@ class GradNorms:
         self._done: dict[int, int] = {}
 
     def rebuild(self, plan: Plan) -> None:
-        """Lay out a slot for the norm of each part of each tensor of a plan. Norms of gradients must be taken again."""
+        """Make a slot for the norm of each part of each tensor of a plan. Norms must be computed again afterwards."""
         rank, tensors = self._coordinator.ranks.rank, range(len(plan.owners))
         *slots, total = accumulate(map(len, plan.owners), initial=0)
         self._slot_of = {i: slots[i] + plan.owners[i].index(rank) for i in tensors if rank in plan.owners[i]}
         cut = {i: range(slots[i], slots[i] + len(plan.owners[i])) for i in tensors if plan.is_cut(i)}
-        # The last slot is 0 on every rank: tensors with fewer parts are filled up with it.
+        # The last slot is 0 on every rank, and pads the rows of tensors with fewer parts.
         longest = max(map(len, cut.values()), default=0)
         rows = [[*parts, *[total] * (longest - len(parts))] for parts in cut.values()]
-        # On the device: indexing by a list copies it there in every backward, and the host waits for the copy.
+        # On the device, because indexing by a list copies it there in every backward, and the host waits for that.
         self._cut, self._parts, self._slots = (
             torch.tensor(numbers, dtype=torch.int64, device=self._device) for numbers in (list(cut), rows, slots)
         )
@@ -137,20 +137,20 @@ class GradNorms:
     # ------------------------------------------------------------------ a backward
 
     def take(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
-        """Take the norms of what this rank owns of a bucket; ``keep`` keeps memory for the stream that does it."""
+        """Compute the norms of this rank's parts of a bucket; ``keep`` keeps memory for the stream that computes."""
         gradients = state.owned_gradients() if self.takes_norms else {}
         if not gradients:
             return
         tensors = tuple(gradients)
         slots = self._own_slots.get(tensors)
         if slots is None:
-            # On the device, and once, as above.
+            # Made once, on the device, as in `rebuild`.
             slots = self._own_slots[tensors] = torch.tensor([self._slot_of[i] for i in tensors], device=self._device)
         keep(self._numbers)
         self._numbers[slots] = _norms(list(gradients.values()))
 
     def exchange(self) -> None:
-        """Exchange the norms that all ranks took, and forget all operations. Collective; agree on something first."""
+        """Exchange the norms of all ranks, and forget all operations. Collective; ranks must agree before it."""
         self._clamped.clear()
         self._known = None
         self.forget()
@@ -166,13 +166,13 @@ class GradNorms:
     # ------------------------------------------------------------------ what a loop does
 
     def norm(self, tensor: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the 2-norm of a gradient on the gradients' device: 0-dim; not to be changed."""
+        """Return the 2-norm of a gradient, a 0-dim tensor on the gradients' device. The caller must not change it."""
         assert self._known is not None
         return self._known.norm(tensor, dtype)
 
     def scale(self, tensor: int, owned: torch.Tensor | None, factor: Factor, *, divides: bool = False) -> None:
-        """Multiply or divide a gradient, of which this rank may own a part, by a number or a tensor of one element."""
-        # First, because a factor that is not a number raises on every rank.
+        """Multiply or divide a gradient by a number or a tensor of one element; ``owned`` is this rank's part."""
+        # Record it first, because a factor that is not a number raises on every rank.
         self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
         if owned is not None:
             _ = owned.div_(factor) if divides else owned.mul_(factor)
@@ -193,7 +193,7 @@ class GradNorms:
             self._known.scale_all(factor)
 
     def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
-        """Clamp a gradient, of which this rank may own a part."""
+        """Clamp a gradient; ``owned`` is this rank's part."""
         if owned is not None:
             owned.clamp_(low, high)
         self._clamped.add(tensor)
@@ -201,22 +201,22 @@ class GradNorms:
 
     @property
     def checksum(self) -> int:
-        """A CRC-32 of what was done to gradients since they were reduced, or since a step; 0 if nothing was."""
+        """The CRC-32 of operations on gradients since their reduction, or since a step; 0 without any."""
         return zlib.crc32(repr(sorted(self._done.items())).encode()) if self._done else 0
 
     def note(self, tensor: int, operation: str, *, erases: bool = False) -> None:
-        """Add an operation on a gradient to :attr:`checksum`, in place of earlier ones that it ``erases``."""
+        """Add an operation on a gradient to :attr:`checksum`. It replaces earlier ones if it ``erases`` them."""
         before = 0 if erases else self._done.get(tensor, 0)
         self._done[tensor] = zlib.crc32(operation.encode(), before)
 
     def forget(self) -> None:
-        """Forget what was done to gradients: all ranks have compared it, or have new gradients."""
+        """Forget operations on gradients, after all ranks have compared them or have new gradients."""
         self._done.clear()
 
     # ------------------------------------------------------------------ what is refused, and why
 
     def advice(self, operation: str) -> str:
-        """Say why an operation on a placeholder cannot be done, and what to do instead."""
+        """Return why an operation on a placeholder is refused, and what to do instead."""
         if self.steps_early and operation == "unscaling":
             return (
                 "this hook has stepped during backward, with the scaled gradients: load a checkpoint, and use "
@@ -234,7 +234,7 @@ class GradNorms:
         )
 
     def why_unknown(self, tensor: int) -> str:
-        """Say why the norm of a gradient is not known, and what to do; empty if it is."""
+        """Return why the norm of a gradient is unknown, and what to do; empty if it is known."""
         if self._known is None:
             return (
                 "norms are exchanged at the end of a backward, if it succeeds, but not with norms=False: call "

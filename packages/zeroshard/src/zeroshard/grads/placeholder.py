@@ -1,9 +1,9 @@
 """The value of ``param.grad`` after a backward that sent gradients to their owners: a tensor without values.
 
 No rank holds the whole gradients of all parameters, so code that reads one (a norm, a scaler, a logger) would silently
-get a part of it. The gradient is replaced by a tensor of its shape; reading it raises an error that names the call to
-use instead. It supports the usual operations of training loops: it can be set to None or to zero, clipped by torch's
-functions, unscaled by its GradScaler, and stepped.
+get a part of it. A placeholder of the same shape replaces the gradient; reading it raises an error that names the call
+to use instead. It supports the usual operations of training loops: set it to None or to zero, clip it by torch's
+functions, unscale it by torch's GradScaler, and step.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class GradPlaceholder(TensorWithoutValues):
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, table: GradTable) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title = tensor, name
-        # Weakly: the table knows the parameter, whose gradient this is, and such a cycle is never collected.
+        # Weak, because the table refers to the parameter, whose gradient this is: such a cycle is never collected.
         self._table_of = weakref.ref(table)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
-        """Describe it, without values."""
+        """Return name, shape and dtype; there are no values."""
         return f"GradPlaceholder({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: a copy would belong to no parameter.
+        """Raise, because a copy would belong to no parameter.
 
         Raises:
             RuntimeError: always.
@@ -70,7 +70,7 @@ class GradPlaceholder(TensorWithoutValues):
 
     @property
     def _table(self) -> GradTable:
-        """The table with its entry; raises a RuntimeError if the optimizer is gone."""
+        """The table that holds the gradient's state; raises a RuntimeError if the optimizer is gone."""
         table = self._table_of()
         if table is None:
             raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
@@ -78,7 +78,7 @@ class GradPlaceholder(TensorWithoutValues):
 
     @property
     def _is_zero(self) -> bool:
-        """Whether it was set to zero."""
+        """True if the gradient was set to zero."""
         return self._table.is_zero(self._tensor)
 
     @property
@@ -87,7 +87,7 @@ class GradPlaceholder(TensorWithoutValues):
         return self._table.owned(self._tensor)
 
     def _changed_by(self, operation: str) -> GradNorms:
-        """Return what records an operation that changes the gradient, or raise the error for it."""
+        """Return the norms that record an operation on the gradient, or raise the error that refuses it."""
         table = self._table
         if table.norms.steps_early:
             raise self.refusal(operation)
@@ -98,7 +98,7 @@ class GradPlaceholder(TensorWithoutValues):
         return table.norms
 
     def _known_norm(self, operation: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the 2-norm of the gradient, a 0-dim tensor that must not be changed, or raise the error for asking."""
+        """Return the 2-norm of the gradient, a 0-dim tensor that the caller must not change; raise if it is unknown."""
         norms = self._table.norms
         if norms.steps_early:
             raise self.refusal(operation)
@@ -115,7 +115,7 @@ class GradPlaceholder(TensorWithoutValues):
             raise self.refusal(operation, advice)
 
     def refusal(self, operation: str, advice: str = "") -> RuntimeError:
-        """Return the error for an operation, by its name; ``advice`` says what to do, if it depends on more."""
+        """Return the error that refuses an operation; ``advice`` replaces the general advice."""
         if not advice and operation in ("a deep copy", "pickling", "share_memory_()"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
         advice = advice or self._table.norms.advice(operation)
@@ -132,7 +132,7 @@ def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
 
 
 def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None, **_: object) -> GradPlaceholder:  # noqa: ANN401 - torch's
-    """Return the placeholder of a converted model's gradient, of which only the name is known."""
+    """Return a placeholder of another dtype or device, for the gradient of a converted model."""
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
@@ -140,7 +140,7 @@ def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
-    """Add the gradient of a further backward, as autograd does; any other addition raises."""
+    """Add the gradient of another backward, as autograd does; any other addition raises."""
     by_autograd = private.in_autograd() and not options
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
@@ -173,7 +173,7 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the norm that ranks have exchanged at the end of backward, which is the same on every rank."""
+    """Return the norm that ranks have exchanged at the end of backward; it is equal on every rank."""
     norm = gradient._known_norm("a norm", gradient.dtype)
     if (dim is not None and len(dim) < gradient.dim()) or keepdim or dtype not in (None, gradient.dtype):
         raise gradient.refusal("a norm over some dimensions, or in another dtype,")
@@ -222,11 +222,11 @@ def _foreach(operation: Callable[..., object]) -> Callable[..., None]:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Do what GradScaler does to gradients of one dtype, some of which may have values."""
+    """Unscale gradients of one dtype as GradScaler does; some of them may have values."""
     held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
-    # First, so that all of them are unscaled, or none.
+    # Check all of them first, so that all are unscaled or none.
     changed = [gradient._changed_by("unscaling") for gradient in held]
-    # In float64: norms in half precision may overflow.
+    # Use float64, because norms in half precision may overflow.
     norms = torch.stack([gradient._known_norm("unscaling", torch.float64) for gradient in held]).to(found_inf.device)
     found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
@@ -234,7 +234,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         private.amp_unscale_(values, found_inf, inverse)
     owned = [gradient.owned for gradient in held if gradient.owned is not None]
     if owned:
-        # The other ranks may not know what the owner finds.
+        # Only the owner would find an infinity here, so the result is not used.
         private.amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
     for gradient, norms_of in zip(held, changed, strict=True):
         norms_of.scaled(gradient._tensor, "unscale", inverse)
@@ -247,7 +247,7 @@ GradPlaceholder.allowed = {
     _aten.add_.Tensor: _add,
     _aten.add.Tensor: _add,
     private.ATEN_TO_COPY: _convert,
-    # As torch answers for its own devices without asking.
+    # torch gives this answer for its own devices.
     private.ATEN_SHALLOW_COPY: lambda one, other: one.device.type == other.device.type,
     _aten.copy_.default: _copy,
     _aten.linalg_vector_norm.default: _norm,

@@ -1,4 +1,4 @@
-"""Work beside backward: a thread or a fixed order for reductions, and a stream of its own on an accelerator."""
+"""Runs work in parallel to backward: reductions in a thread or in a fixed order, on an accelerator in a side stream."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zeroshard_comm import BucketReduceWork
 class SideStream:
     """Runs work on an accelerator in parallel to the current stream; the host never waits.
 
-    On a device without streams everything runs at once, in order.
+    On a device without streams everything runs immediately, in order.
 
     Args:
-        device: whose.
+        device: the device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,17 +27,17 @@ class SideStream:
         self._stream = torch.Stream(device) if has_streams else None
 
     def as_current(self) -> AbstractContextManager[object]:
-        """In the block that follows this is the current stream."""
+        """Return a context in which this stream is the current one."""
         return nullcontext() if self._stream is None else self._stream
 
     def after_current(self) -> AbstractContextManager[object]:
-        """As :meth:`as_current`, after all that the current stream was given so far."""
+        """Order this stream after the work queued on the current one, then do as :meth:`as_current`."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         return self.as_current()
 
     def join(self) -> None:
-        """Order the current stream after everything that this one has been given."""
+        """Order the current stream after the work queued on this one."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
@@ -50,14 +50,14 @@ class SideStream:
 class ReductionQueue:
     """Finishes reductions in the order in which they began: in a worker thread, or when others are added.
 
-    The thread lives only while there are reductions to finish, so that it never waits for one, nor outlives a backward.
-    After one has raised, the others are still finished: each decides itself whether it can do anything.
+    The thread runs only while there are reductions to finish, so it never waits for one, and never outlives a backward.
+    If one raises, the queue still finishes the others; each decides by itself what it can do.
 
     Args:
-        rank: of this process, for the thread's name.
-        device: where buckets are.
-        uses_thread: whether there is a thread. Else all ranks do the same in the same order, whatever has arrived, and
-            on an accelerator everything is queued on a side stream.
+        rank: the rank of this process, for the thread's name.
+        device: the device of the buckets.
+        uses_thread: whether a worker thread finishes reductions. If not, all ranks finish them in the same order,
+            whatever has arrived, and on an accelerator they run on a side stream.
     """
 
     def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
@@ -69,12 +69,12 @@ class ReductionQueue:
         self._failure: BaseException | None = None
 
     def add(self, finish: Callable[[], None], work: BucketReduceWork | None, *, leave: int | None = None) -> None:
-        """Take in a reduction that has begun.
+        """Add a reduction that has begun.
 
         Args:
-            finish: called when it is its turn.
-            work: closed some time after that, if there is any.
-            leave: without a thread, finish all but so many now; none if None.
+            finish: finishes the reduction; called in order.
+            work: the work to close some time after that, if any.
+            leave: without a thread, the number of reductions to leave unfinished now; None leaves all.
 
         Raises:
             RuntimeError: if no thread can be started; ``finish`` will not be called.
@@ -90,13 +90,13 @@ class ReductionQueue:
 
     @contextmanager
     def beside(self, tensor: torch.Tensor) -> Iterator[None]:
-        """In the block, queue work on a tensor where reductions are finished: beside what computes gradients."""
+        """Queue the block's work on a tensor on the stream that finishes reductions, in parallel to backward."""
         with self._side.after_current():
             self._side.keep(tensor)
             yield
 
     def drain(self) -> None:
-        """Wait until all is done, or order the current stream after that; raise the first error of a reduction."""
+        """Wait for all reductions, or order the current stream after them; raise the first error of a reduction."""
         try:
             thread = self._thread
             if thread is not None:
@@ -107,13 +107,13 @@ class ReductionQueue:
             self._finish(0)
             self._close(leave=0)
         finally:
-            # Also after an error: whoever uses a bucket next comes after what was queued here.
+            # Even after an error, the next use of a bucket must be ordered after the work queued here.
             self._side.join()
             self._begun.clear()
             self._finished.clear()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a tensor that is used here until it is no longer used."""
+        """Keep a tensor's memory until the work queued here has finished with it."""
         self._side.keep(tensor)
 
     def _run(self) -> None:
@@ -124,14 +124,14 @@ class ReductionQueue:
                     return
             try:
                 self._finish_one()
-                # The next one needs the memory of the packed messages of those before.
+                # The next reduction needs the memory of earlier packed messages.
                 self._close(leave=2)
             except BaseException as error:  # noqa: BLE001 - any error is raised by drain()
                 self._failure = self._failure or error
 
     def _finish(self, leave: int) -> None:
         if len(self._begun) > leave:
-            # What they need was there when they began, see `beside`.
+            # Their inputs were ready when they began, see `beside`.
             with self._side.as_current():
                 while len(self._begun) > leave:
                     self._finish_one()

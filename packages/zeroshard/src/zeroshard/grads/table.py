@@ -1,8 +1,8 @@
-"""The state of every gradient that travels in buckets. Only :class:`GradTable` changes it.
+"""Holds the state of every gradient that is sent in buckets. Only :class:`GradTable` changes it.
 
-The entry of a gradient is a pair: ``reduced``, which is equal on all ranks between backwards, and ``local``, what this
-rank has added since and no backward has reduced. Methods are called from the thread that runs backward and from the one
-that trains, never from the thread that finishes reductions.
+The entry of a gradient is a pair: ``reduced``, which is equal on all ranks between backwards, and ``local``, the values
+that this rank has added since and no backward has reduced. The thread that runs backward and the thread that trains
+call methods; the thread that finishes reductions never does.
 
 ``param.grad`` belongs to the training loop, which may set it to None or assign another tensor at any time. The table
 compares its entries with it when a backward begins and before a step.
@@ -26,7 +26,7 @@ _grad_of = attrgetter("grad")
 
 
 class Reduced(Enum):
-    """What all ranks know of a gradient."""
+    """The state of a gradient, equal on all ranks between backwards."""
 
     ABSENT = "no rank has a gradient"
     ZERO = "it was set to zero, and a step uses zeros"
@@ -36,9 +36,9 @@ class Reduced(Enum):
 
 
 class GradTable:
-    """Holds an entry for each parameter, and makes a placeholder its gradient once that was reduced.
+    """Holds an entry for each parameter, and sets ``param.grad`` to a placeholder when a gradient is reduced.
 
-    Autograd adds to an entry under ``no_sync()`` if it is ABSENT, where ``param.grad`` is this rank's own tensor, or
+    Under ``no_sync()`` autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or
     ZERO. The pairs (REDUCING, local), (REDUCED, local) and (USED, local) cannot occur: adding raises.
 
     Args:
@@ -56,14 +56,14 @@ class GradTable:
         self._params: Sequence[torch.Tensor] = ()
         self._reduced: list[Reduced] = []
         self._expected: list[GradPlaceholder | None] = []
-        """What ``param.grad`` is if the loop has not changed it since the last backward."""
+        """``param.grad`` of each parameter, unless the loop has changed it since the last backward."""
         self._local: dict[int, torch.Tensor] = {}
-        """What this rank has added to gradients that were set to zero."""
+        """The values that this rank has added to gradients that were set to zero."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_of: dict[int, BucketState] = {}
 
     def rebuild(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
-        """Make placeholders for parameters that were added or converted; entries stay as they are."""
+        """Make placeholders for parameters that were added or converted; entries are unchanged."""
         self._params, self._plan = params, plan
         self.index_of = {param: index for index, param in enumerate(params)}
         self.placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
@@ -75,26 +75,26 @@ class GradTable:
                 self._expected[tensor] = param.grad = self.placeholders[tensor]
 
     def locate(self, states: Sequence[BucketState]) -> None:
-        """Record which parameters are in which bucket; those of other buckets are unchanged."""
+        """Record which bucket each parameter is in; parameters of other buckets are unchanged."""
         self._bucket_of.update({tensor: state for state in states for tensor in state.tensors})
 
     # ------------------------------------------------------------------ reads
 
     def is_zero(self, tensor: int) -> bool:
-        """Whether the loop has set a gradient to zero since it was reduced."""
+        """Return True if the loop has set a gradient to zero since it was reduced."""
         return self._reduced[tensor] is Reduced.ZERO
 
     def is_reducing(self, tensor: int) -> bool:
-        """Whether a gradient is on its way."""
+        """Return True if a gradient is being reduced."""
         return self._reduced[tensor] is Reduced.REDUCING
 
     def local(self, tensor: int) -> torch.Tensor | None:
-        """Return the second part of an entry: what this rank has added and no backward has reduced."""
+        """Return the values that this rank has added and no backward has reduced; None without any."""
         grad = self._params[tensor].grad
         return self._local.get(tensor) if grad is None or type(grad) is GradPlaceholder else grad
 
     def present(self, tensors: Sequence[int]) -> tuple[bool, ...]:
-        """Tell for each tensor whether a step uses a gradient of it, as of the last :meth:`refresh`."""
+        """Return for each tensor whether a step uses its gradient, as of the last :meth:`refresh`."""
         reduced = self._reduced
         return tuple([reduced[tensor] is not Reduced.ABSENT for tensor in tensors])
 
@@ -103,11 +103,11 @@ class GradTable:
         return self._bucket_of[tensor].owned_gradients().get(tensor)
 
     def is_grad(self, placeholder: GradPlaceholder) -> bool:
-        """Whether a placeholder is the gradient of its parameter now."""
+        """Return True if a placeholder is the gradient of its parameter now."""
         return self._params[placeholder._tensor].grad is placeholder
 
     def changed(self) -> int | None:
-        """Return a tensor of which the loop has removed the gradient, or set it to zero, since it was reduced."""
+        """Return a tensor whose reduced gradient the loop has removed or set to zero; None without one."""
         for tensor, (expected, reduced) in enumerate(zip(self._expected, self._reduced, strict=True)):
             if expected is not None and (self._params[tensor].grad is None or reduced is Reduced.ZERO):
                 return tensor
@@ -116,10 +116,10 @@ class GradTable:
     # ------------------------------------------------------------------ a backward
 
     def begin(self) -> None:
-        """Begin a backward that reduces; no bucket was sent yet.
+        """Begin a backward that reduces, before its first bucket is sent.
 
         Raises:
-            RuntimeError: if a gradient that was reduced before is still there, because nothing can be added to it.
+            RuntimeError: if a parameter still has a reduced gradient, because nothing can be added to it.
         """
         grads = list(map(_grad_of, self._params))
         if GradPlaceholder not in set(map(type, grads)):
@@ -132,7 +132,7 @@ class GradTable:
                 raise self._held(tensor)
 
     def launch(self, tensors: Sequence[int]) -> None:
-        """Mark gradients as on their way: their bucket, which has what was added locally, is about to be sent."""
+        """Mark gradients as REDUCING, before their bucket is sent with the local values."""
         for tensor in tensors:
             self._reduced[tensor] = Reduced.REDUCING
             self._local.pop(tensor, None)
@@ -167,7 +167,7 @@ class GradTable:
             self._local[tensor] = made.copy_(values)
 
     def copy_local(self, tensor: int, place: torch.Tensor) -> torch.Tensor:
-        """Write what was added locally, or zeros, to a place in a bucket, as DDP does; return the place.
+        """Copy the local values, or zeros, to a place in a bucket, as DDP does; return the place.
 
         Raises:
             RuntimeError: if the gradient was reduced, because nothing can be added to it.
@@ -177,7 +177,7 @@ class GradTable:
         return place.copy_(self._local[tensor]) if tensor in self._local else place.zero_()
 
     def hide(self) -> None:
-        """Set ``param.grad`` to None where it is a placeholder: DDP is about to rebuild its buckets, and copies it."""
+        """Set ``param.grad`` to None where it is a placeholder, because DDP copies it to rebuild its buckets."""
         self._hidden = [(param, param.grad) for param in self._params if type(param.grad) is GradPlaceholder]
         for param, _ in self._hidden:
             param.grad = None
@@ -214,13 +214,13 @@ class GradTable:
             if self.local(tensor) is not None or (param.grad is not None and reduced is Reduced.ABSENT):
                 raise self.unreduced(tensor)
             if param.grad is None:
-                # Ranks compare by itself whether a parameter is frozen.
+                # Ranks compare frozen parameters separately.
                 if reduced in (Reduced.ZERO, Reduced.REDUCED) and param.requires_grad:
                     self.norms.note(tensor, "set to None", erases=True)
                 self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
 
     def use(self) -> None:
-        """Mark all gradients as used: a step begins."""
+        """Mark reduced gradients as USED when a step begins."""
         self._reduced = [Reduced.USED if each is Reduced.REDUCED else each for each in self._reduced]
 
     # ------------------------------------------------------------------ errors
