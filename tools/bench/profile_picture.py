@@ -72,8 +72,8 @@ def main(
 def bars(events: Sequence[tuple[str, int, float, float]]) -> list[Bar]:
     """Return what is drawn of a profile, in the order of their starts.
 
-    >>> bars([("zeroshard::share bucket 1", 2, 1000.0, 3000.0), ("aten::mm", 1, 2000.0, 3000.0)])
-    [Bar(name='share bucket 1', thread=2, start=0.0, end=2.0)]
+    >>> bars([("zeroshard::broadcast bucket 1", 2, 1000.0, 3000.0), ("aten::mm", 1, 2000.0, 3000.0)])
+    [Bar(name='broadcast bucket 1', thread=2, start=0.0, end=2.0)]
 
     Args:
         events: name, thread, start and end in microseconds of each event.

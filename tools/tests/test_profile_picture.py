@@ -42,4 +42,4 @@ def test_a_thread_has_a_lane_and_what_lies_within_a_range_is_drawn_below_it(tmp_
 
 def test_a_profile_without_any_of_it_has_no_bars():
     assert bars([("aten::mm", 1, 0.0, 1.0)]) == []
-    assert Bar("share bucket 2", 1, 0.0, 1.0).phase == "share"
+    assert Bar("broadcast bucket 2", 1, 0.0, 1.0).phase == "broadcast"
