@@ -1,4 +1,4 @@
-"""An average of the parameters over steps, such as an exponential moving one, of which every rank keeps 1/N."""
+"""Averages the parameters over steps, for example as an exponential moving average. Every rank keeps 1/N of it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.plan.layout import with_settings
 
 Averaging = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
-"""Updates averages in place by the present values, given how many were averaged before; elementwise."""
+"""Updates averages in place and elementwise, given the averages, the current values and the number averaged before."""
 
 
 class AveragedParameters:
-    """Average the parameters over steps, as :class:`torch.optim.swa_utils.AveragedModel` does, each at its owner alone.
+    """Average the parameters over steps, as :class:`torch.optim.swa_utils.AveragedModel` does, each on its owner only.
 
-    A rank keeps 1/N of the average, among the optimizer's state: ``state_dict()`` lists it as ``"average_param"``, and
-    checkpoints have it, at any number of ranks. Make this object before you load one. Where there are master weights,
-    these are averaged.
+    A rank keeps 1/N of the average in the optimizer's state. ``state_dict()`` lists it as ``"average_param"``, and
+    checkpoints contain it, for any number of ranks. Make this object before you load one. With master weights, it
+    averages these.
 
-    Buffers are not averaged, and neither are parameters that were never trainable.
+    Buffers, and parameters that were never trainable, are not averaged.
 
     Args:
-        optimizer: has the parameters.
-        multi_avg_fn: updates averages, elementwise; ``torch.optim.swa_utils`` makes such functions, for example
-            ``get_ema_multi_avg_fn(0.999)``. The average with equal weights if None.
+        optimizer: the optimizer of the parameters.
+        multi_avg_fn: updates averages elementwise; ``torch.optim.swa_utils`` makes such functions, for example
+            ``get_ema_multi_avg_fn(0.999)``. If None, all steps have equal weights.
 
     Constructing it is collective, :meth:`update` is not.
 
@@ -62,11 +62,11 @@ class AveragedParameters:
 
     @property
     def n_averaged(self) -> int:
-        """How many times :meth:`update` was called, before a load too."""
+        """The number of calls of :meth:`update`, including calls before a load."""
         return int(self._averages.count)
 
     def update(self) -> None:
-        """Take the present values into the average: call it on every rank, after ``step()``. Not collective.
+        """Add the current values to the average. Call it on every rank, after ``step()``. Not collective.
 
         Raises:
             RuntimeError: inside Join, where ranks without data make no such call, or in the block of :meth:`applied`.
@@ -82,15 +82,15 @@ class AveragedParameters:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the parameters have the averages, on all ranks, while the block runs. Collective.
+        """Set the parameters to their averages on all ranks while the block runs. Collective.
 
-        Their own values stay on each rank, which takes as much memory as the parameters. Leaving the block restores
+        Each rank keeps a copy of their values, which takes as much memory as the parameters. Leaving the block restores
         them without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
-        ``load_state_dict()``, ``add_param_group()`` and another :meth:`applied` raise an error.
+        ``load_state_dict()``, ``add_param_group()`` and another :meth:`applied` raise.
 
         Raises:
             DisagreementError, PeerLostError: if ranks differ in parameters or the number of updates, or one is gone.
-            RuntimeError: if there was no :meth:`update` yet.
+            RuntimeError: before the first :meth:`update`.
         """
         engine, originals = self._optimizer._engine, dict[torch.Tensor, torch.Tensor]()
         before, name = engine.guard.suspended, "AveragedParameters.applied()"
@@ -120,7 +120,7 @@ class AveragedParameters:
 
 
 class _Averages(ExtraEntries):
-    """The averages of what this rank owns, and how many values are in them."""
+    """Holds the averages of this rank's shards, and the number of steps in them."""
 
     names = (AVERAGE, COUNT)
 
@@ -128,13 +128,13 @@ class _Averages(ExtraEntries):
         self._coordinator = coordinator
         self.count = torch.zeros((), dtype=torch.int64, device="cpu")
         self._averages: dict[int, torch.Tensor] = {}
-        """By tensor; made from present values when it is first asked for."""
+        """The averages by tensor; each begins with the current values when it is first read."""
         self._shards: Sequence[LocalShard] = ()
         self._alike: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
-        """Averages and what they are of, by device and dtype; None if they have to be looked up."""
+        """The averages and the averaged tensors, by device and dtype; None if shards have changed."""
 
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
-        """Take over shards."""
+        """Adopt this rank's shards."""
         self._alike = None
         known, self._averages, self._shards = self._averages, {}, shards
         for shard in shards:
@@ -142,11 +142,11 @@ class _Averages(ExtraEntries):
             if average is not None and average.shape == shard.tensor.shape:
                 self._averages[shard.index] = average.to(shard.tensor.device, shard.tensor.dtype)
             elif self.count:
-                # What is trainable from now on has been what it is in all updates.
+                # A parameter that is trainable from now on had its current values in all updates.
                 self.entries(shard)
 
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
-        """Return the average of a shard, and the count; nothing if it was never trainable."""
+        """Return the average of a shard, and the count; empty if it was never trainable."""
         if shard.index not in self._averages:
             if not shard.param.requires_grad:
                 return {}
@@ -154,7 +154,7 @@ class _Averages(ExtraEntries):
         return {AVERAGE: self._averages[shard.index], COUNT: self.count}
 
     def update(self, average_by: Averaging) -> bool:
-        """Take the present values into the averages, and return whether there are others than before."""
+        """Add the current values to the averages. Return True if shards may have new averages."""
         is_new = self._alike is None
         alike = self._alike = self._alike or self._by_kind()
         with torch.no_grad():
@@ -183,7 +183,7 @@ class _Averages(ExtraEntries):
                 shard.local_view.copy_(self._averages[shard.index])
 
     def load(self, loaded: Loaded) -> None:
-        """Take over averages that were loaded; others begin with the present values, once they are asked for."""
+        """Adopt loaded averages. Other averages begin with the current values when they are first read."""
         self._averages = {index: entries[AVERAGE] for index, entries in loaded.items() if AVERAGE in entries}
         self.count.zero_()
         self.rebuild(self._shards)

@@ -1,4 +1,4 @@
-"""Clipping of gradients of which every rank holds only a part."""
+"""Clips gradients of which every rank holds only a part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clip_over_ranks(
     Args:
         coordinator: the channel of the ranks' agreements.
         owned_gradients: returns this rank's parts of all gradients, or raises an error, which every rank raises.
-        first: the first parameter, of whose dtype and device the norm is.
+        first: the first parameter; the norm has its dtype and device.
         max_norm: the largest norm that is not scaled down; the same on all ranks.
         norm_type: the p of the p-norm; the same on all ranks.
         error_if_nonfinite: whether a norm that is infinite or NaN raises.
@@ -50,7 +50,7 @@ def clip_over_ranks(
             f"the {norm_type}-norm of all gradients is {float(total)}, so they cannot be clipped. Pass "
             f"error_if_nonfinite=False to scale them anyway"
         )
-    # As torch: NaN stays, and spreads.
+    # As in torch, NaN propagates.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if first.device.type == "cpu" and float(scale) == 1.0:
         return total.to(first.dtype), None

@@ -1,4 +1,4 @@
-"""The engine of one sharded optimizer: what changes in it, and the entry of every collective call."""
+"""Holds the state of one sharded optimizer, and is the entry of every collective call."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ _logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
+    """Holds groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
 
-    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly.
+    It adopts another plan after all ranks agree on it. Objects that the engine holds refer to it weakly.
 
     Args:
-        ranks: the group.
-        policy: how tensors are partitioned; without classes.
-        name: of the constructor's optimizer class.
+        ranks: the ranks of the process group.
+        policy: how to partition tensors, without the classes of the groups.
+        name: the name of the constructor's optimizer class.
         read: reads and checks the user's arguments; returns the public param groups, and the class of each.
 
     Attributes:
         coordinator: the channel of the ranks' agreements.
-        traffic: bytes, calls and waiting so far.
-        policy: as given, with the class of each group, and the names of parameters.
-        layout: who owns what, and which tensors are active.
+        traffic: counts bytes, calls and seconds of waiting.
+        policy: how to partition tensors, with the class of each group and the names of parameters.
+        layout: the owners of all tensors, and which tensors are active.
         local: the local optimizer.
-        buffers: where parameters lie, and how they are broadcast.
-        hyperparameters: those that must be equal on all ranks.
-        metadata: which state there is on all ranks.
+        buffers: the memory of the parameters, and their broadcast.
+        hyperparameters: the hyperparameters that must be equal on all ranks.
+        metadata: lists the state of all ranks.
         checkpoints: saves and loads the state.
         join: announces calls inside Join.
-        exchange: takes gradients bucket by bucket; None until a communication hook is registered, or first called.
-        debugging: logs, or checks every step; None if neither is set.
-        guard: remembers errors that outlive a call; the context of every exchange.
+        exchange: reduces gradients bucket by bucket; None until a communication hook is registered, or first called.
+        debugging: logs or checks every step; None if debugging is off.
+        guard: keeps errors that outlive a call; the context of every exchange.
         last_mode: the last of ``train`` and ``eval`` that was called; empty before.
 
     Raises:
@@ -87,7 +87,7 @@ class Engine:
             self.policy, self.layout = policy, first_layout(policy, groups)
             self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank)
             if policy.has_several:
-                # Each class fills in its own.
+                # Each class fills in its own defaults.
                 sync_groups(self.local.optim.param_groups, groups)
             proposal.set(with_settings(self.layout, settings_of(groups, self.local.optim.defaults)))
             proposal.flag = bool(self.local.optim.state)
@@ -117,13 +117,13 @@ class Engine:
             _logger.info("%s", self.describe().to_text())
 
     def describe(self) -> OptimizerDescription:
-        """Describe the optimizer as it is now. Not collective."""
+        """Return a description of the optimizer as it is now. Not collective."""
         return describe(self.coordinator, self.policy, self.layout, self.local, self.metadata, self._buckets())
 
     def _buckets(self) -> Sequence[BucketState]:
         return list(self.exchange.buckets.by_index.values()) if self.exchange is not None else []
 
-    # ------------------------------------------------------------------ what every collective call begins with
+    # ------------------------------------------------------------------ the begin of every collective call
 
     def collective(self) -> Guard:
         """Return the context of a call in which all ranks exchange something, and which Join refuses."""
@@ -131,7 +131,7 @@ class Engine:
         return self.guard
 
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call inside of Join, if earlier exchanges came to their end."""
+        """Announce a call inside Join. Raises if an earlier exchange is incomplete."""
         self.guard.check_broken()
         if self.join.context is not None:
             self.join.announce(call, **arguments)
@@ -155,12 +155,12 @@ class Engine:
     def update_layout(self) -> Layout:
         """Return the layout that fits the user's changes since the last step.
 
-        Hyperparameters are copied to the local optimizer. If parameters' data was rebound but not converted, it is
-        copied into its flat buffer, or without one everything is laid out again, at once: it concerns no other rank.
-        All ranks must agree on another layout before it is adopted.
+        Copies hyperparameters to the local optimizer. Copies data that was rebound but not converted into its flat
+        buffer; without one, lays out all parameters again at once, because that concerns no other rank. All ranks must
+        agree on another layout before the engine adopts it.
 
         Raises:
-            Exception: an error in the parameters or groups; the other ranks must be told.
+            Exception: an error in the parameters or groups; the caller must report it to all ranks.
         """
         self.guard.check_allowed()
         check_capture(self.coordinator.ranks, self.params, self.layout.plan)
@@ -181,7 +181,7 @@ class Engine:
             if self.exchange is not None:
                 self.exchange.buckets.check_layout(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
-                # Even if ranks must agree first: until then, values must arrive where parameters are now.
+                # Even before ranks agree, because values must arrive where parameters are now.
                 self._lay_out()
             if layout.config.digest == self.layout.config.digest:
                 layout = self.layout
@@ -191,7 +191,7 @@ class Engine:
         return layout
 
     def adopt(self, layout: Layout) -> None:
-        """Take over a layout that all ranks have agreed on; no-op if it is that in use."""
+        """Adopt a layout on which all ranks agree. No-op if it is in use."""
         if layout is self.layout:
             return
         _logger.debug("rank %d takes over another layout", self.coordinator.ranks.rank)
@@ -214,21 +214,21 @@ class Engine:
             self.exchange.buckets.lay_out(self.layout)
 
     def ever_trained(self) -> tuple[bool, ...]:
-        """Tell per tensor whether it was trainable in a step, or has state on any rank; the same on all ranks."""
+        """Return for each tensor whether it was trainable in a step or has state on any rank; equal on all ranks."""
         tensors = self.layout.plan.tensors
         return tuple([spec.trainable or index in self.metadata for index, spec in enumerate(tensors)])
 
     def broadcast_params(self) -> None:
-        """Send the owners' values of what was :meth:`ever_trained` to all ranks outside of a step. Collective.
+        """Broadcast the parameters that were :meth:`ever_trained`, outside of a step. Collective.
 
-        Ranks must agree on something afterwards, as others may still be reading.
+        Ranks must agree afterwards, because others may still be reading.
         """
         buffers = ParamBuffers(self.coordinator, as_bucket_view=False)
         buffers.lay_out(self.params, self.layout.plan, self.ever_trained())
         broadcast_all([buffers.broadcast])
 
     def add_param_group(self, append: Callable[[], GroupClass]) -> None:
-        """Take in a param group, which ``append`` checks, and appends, on all ranks, or on none. Collective."""
+        """Add a param group, which ``append`` checks and appends, on all ranks or on none. Collective."""
         exchange, early, before, policy = self.exchange, self.early_steps, len(self.groups), self.policy
         is_accepted = early is not None and early.has_same_hyperparameters()
         with self.collective():
@@ -252,7 +252,7 @@ class Engine:
                 raise
             self.policy = policy
             self.adopt(layout)
-            # Only the new group: edits of the others since the last step are not in the local optimizer yet.
+            # Copy only the new group: the local optimizer does not have later edits of the other groups yet.
             sync_groups(self.local.optim.param_groups[before:], self.groups[before:])
             if self.coordinator.agree("add_param_group()", flag=self.metadata.has_changed()):
                 self.metadata.exchange("add_param_group()")
@@ -275,7 +275,7 @@ class Engine:
         if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self.params, self.groups):
             return self.init_state()
         if early is not None:
-            # Nothing is sent here, and errors are raised only on this rank.
+            # This sends nothing, so only this rank raises its errors.
             if closure is not None or arguments:
                 raise ValueError(
                     "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
@@ -295,14 +295,14 @@ class Engine:
                 with self.guard, torch.enable_grad():
                     loss = closure()
                 inner = {**arguments, "closure": lambda: loss}
-            except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
                 error = raised
         return self.apply_step(inner, error)
 
     def look(self, *, in_backward: bool = False) -> Seen:
-        """Look at what the user did since the last step. Returns an error, so that the agreement raises it."""
+        """Return what the user changed since the last step, or an error, which the agreement raises on every rank."""
         if in_backward and self.buffers.moved():
-            # Rebound data is copied into its buffer after the backward, which may still read what is there.
+            # Rebound data is copied into its buffer after the backward, which may still read the old values.
             return Seen(self.layout, is_new=True)
         try:
             if self.exchange is not None and not in_backward:
@@ -311,7 +311,7 @@ class Engine:
             self.local.check_gradients()
             if self.guard.refused:
                 raise RuntimeError(self.guard.refused)
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - the agreement raises any error on every rank
             return Seen(self.layout, error=error)
         return Seen(layout, layout is not self.layout)
 
@@ -320,15 +320,15 @@ class Engine:
 
         Args:
             arguments: keyword arguments of the inner step.
-            error: what went wrong on this rank before the step, which every rank raises.
-            seen: what :meth:`look` has returned at the begin of the backward that may have stepped some buckets.
+            error: an error of this rank before the step, which every rank raises.
+            seen: the result of :meth:`look` when the backward began that may have stepped some buckets.
 
         Returns:
-            What the inner step returned.
+            The result of the inner step.
 
         Raises:
-            DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
-                (numbers, strings, lists and dicts of them).
+            DisagreementError: if models were changed differently, or hyperparameters (numbers, strings, lists and dicts
+                of them) differ between ranks.
             PeerLostError: if a rank is gone.
             Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
                 converted or exchanged.
@@ -341,7 +341,7 @@ class Engine:
         error = error or seen.error
         try:
             digest = self.hyperparameters.update(self.groups)
-        except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
             error = error or raised
         if not seen.is_agreed:
             self._agree_to_begin(seen.layout, error, in_backward=in_backward)
@@ -359,7 +359,7 @@ class Engine:
             if error is not None:
                 raise error
             result = update(self.local, self.exchange, arguments, in_backward=in_backward)
-        except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and must learn of the error
+        except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and raise its error then
             failure = raised
         self._end_step(digest, failure, in_backward=in_backward)
         self.local.masters.record_written()
@@ -375,7 +375,7 @@ class Engine:
             agree_to_begin(self.coordinator, layout, self.exchange, error)
         except (PeerLostError, DifferentCallsError) as lost:
             if in_backward:
-                # Messages sent early will not be waited for.
+                # No rank will wait for messages that were sent early.
                 self.guard.mark_broken(lost)
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
             if error is not None and isinstance(lost, PeerLostError):
@@ -388,7 +388,7 @@ class Engine:
             raise
 
     def _end_step(self, digest: int | None, failure: Exception | None, *, in_backward: bool) -> None:
-        """Broadcast and agree; raise what any rank's update has raised, on every rank. Collective."""
+        """Broadcast and agree; raise the error of any rank's update on every rank. Collective."""
         sent = self.exchange.broadcasts if self.exchange is not None and in_backward else []
         broadcasts = sent or [self.buffers.broadcast]
         try:
@@ -403,7 +403,7 @@ class Engine:
             raise found
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Scale the gradients of all parameters."""
+        """Scale the gradients of all parameters so that their norm is at most ``max_norm``."""
         if self.exchange is None:
             return torch.nn.utils.clip_grad_norm_(
                 self.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
@@ -427,7 +427,7 @@ class Engine:
         return norm
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
-        """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
+        """Return a function that calls a method of the local optimizer on all ranks; AttributeError without it."""
         inner = self.local.optim
         if not callable(getattr(inner, name, None)):
             # Frameworks use hasattr().
@@ -469,7 +469,7 @@ class Engine:
         return result
 
     def take_buckets(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> GradExchange:
-        """Take gradients bucket by bucket from now on; all ranks give the same names to parameters without."""
+        """Reduce gradients bucket by bucket from now on. All ranks pass the same ``names``."""
         self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
         self.layout = renamed(self.policy, self.layout, self.groups)
         weak: Engine = weakref.proxy(self)
@@ -487,7 +487,7 @@ class Engine:
     # ------------------------------------------------------------------ state
 
     def consolidate(self, to: object) -> None:
-        """Gather the state of all ranks on one."""
+        """Gather the state of all ranks on one rank."""
         target = -1
         if not isinstance(to, bool):
             # NumPy's integers are ranks too.
@@ -497,7 +497,7 @@ class Engine:
         self.apply_consolidation(target, to)
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
-        """Like :meth:`consolidate`, with a checked rank."""
+        """Gather the state on a rank, after :meth:`consolidate` has announced the call inside Join."""
         with self.guard:
             self.checkpoints.consolidate(target, to)
 
@@ -506,7 +506,7 @@ class Engine:
         return list_state(self.local, self.metadata, self.hyperparameters)
 
     def init_state(self) -> None:
-        """Make the state of all ranks, if there is none."""
+        """Make the state of all ranks if there is none."""
         with self.collective():
             self.checkpoints.init_state()
 

@@ -1,4 +1,4 @@
-"""The errors of an optimizer that outlive a call, because an exchange was left incomplete or a loop misuses a hook."""
+"""Keeps the errors of an optimizer that outlive a call: an exchange is incomplete, or a loop misuses a hook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zeroshard_comm import Coordinator, PeerLostError
 
 
 class Guard:
-    """Remembers the errors of one optimizer that outlive a call. Use it as a context around every exchange.
+    """Keeps the errors of one optimizer that outlive a call. Use it as a context around every exchange.
 
     Args:
         coordinator: the channel of the optimizer's agreements.
@@ -23,16 +23,16 @@ class Guard:
         self.refused = self.suspended = ""
 
     def __enter__(self) -> None:
-        """Raise if an earlier exchange was left incomplete."""
+        """Raise if an earlier exchange is incomplete."""
         self.check_broken()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Remember if this exchange was left incomplete."""
+        """Mark the optimizer as broken if this exchange is incomplete."""
         if error is not None and (isinstance(error, PeerLostError) or not isinstance(error, Exception)):
             self.mark_broken(error)
 
     def check_broken(self) -> None:
-        """Raise a PeerLostError, or a RuntimeError if no rank was lost, if an exchange was left incomplete here."""
+        """Raise if an exchange of this rank is incomplete: a PeerLostError if a rank was lost, else a RuntimeError."""
         if self.broken is not None:
             raise type(self.broken)(*self.broken.args)
 
@@ -42,10 +42,10 @@ class Guard:
             raise RuntimeError(self.suspended)
 
     def mark_broken(self, error: BaseException) -> None:
-        """Let :meth:`check_broken` raise from now on: a later message could be mistaken for one that is under way.
+        """Make :meth:`check_broken` raise from now on: a later message could be mistaken for one that is in flight.
 
-        If a rank was lost, or this one was interrupted (by a `BaseException` that is not an `Exception`), no other rank
-        waits for this one any more. An interruption of a single rank breaks nothing.
+        If a rank was lost, or this one was interrupted (by a `BaseException` that is not an `Exception`), close the
+        connections, so that no rank waits for this one. In a group of one rank an interruption breaks nothing.
         """
         is_interruption, ranks = not isinstance(error, Exception), self._coordinator.ranks
         if is_interruption and self._coordinator.is_single_rank:

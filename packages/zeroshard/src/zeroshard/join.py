@@ -1,7 +1,7 @@
-"""Uneven inputs: what ranks with data announce, and what a rank without data does for its optimizer.
+"""Announces the calls of ranks with data in Join, and makes a rank without data take part for its optimizer.
 
-Inside a Join context every rank announces every call before it communicates, or that it has run out of data. The
-first rank that has data sends such ranks the values that the call needs, and they do their part.
+Inside a Join context every rank announces each call before it communicates, or that it has run out of data. The first
+rank with data sends ranks without data the values that the call needs, and they take part in it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Call", "JoinCall", "JoinRound", "JoinState", "exchange_calls", "fail
 
 
 class Call(IntEnum):
-    """What a rank is about to do."""
+    """The call that a rank is about to make."""
 
     JOINED = 0
-    """It has run out of data, and takes part in what the others do."""
+    """The rank has run out of data, and takes part in the calls of the others."""
     STEP = 1
     CONSOLIDATE = 2
     FORWARD = 3
@@ -39,17 +39,17 @@ class Call(IntEnum):
     REFUSED = 7
     """A call that a rank without data cannot take part in, such as loading a state."""
     FAILED = 8
-    """It leaves the context with an error."""
+    """The rank leaves the context with an error."""
     UNABLE = 9
-    """It has run out of data, and cannot take part if others have not."""
+    """The rank has run out of data, and cannot take part if others still have data."""
 
 
 @dataclass(frozen=True)
 class JoinCall:
-    """What a rank says before a call.
+    """The announcement of one rank before a call.
 
     Attributes:
-        call: what it is about to do.
+        call: the call that the rank is about to make.
         place: the 1-based index of the joinable, if the call is NOTIFY; else 0.
     """
 
@@ -63,11 +63,11 @@ class JoinCall:
 
 @dataclass(frozen=True)
 class JoinRound:
-    """What all ranks have announced.
+    """The announcements of all ranks.
 
     Attributes:
         made: the call of the ranks that still have data; JOINED if there are none.
-        running, joined: those ranks, and the others, ascending.
+        running, joined: the ranks that still have data, and the other ranks, ascending.
     """
 
     made: JoinCall
@@ -76,12 +76,12 @@ class JoinRound:
 
 
 def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | None = None) -> JoinRound:
-    """Tell all ranks what this one is about to do, and hear it from them. Collective.
+    """Exchange the announcements of all ranks. Collective.
 
     Raises:
-        DisagreementError: if ranks that still have data are about to do different things.
+        DisagreementError: if ranks that still have data are about to make different calls.
         PeerLostError: if a rank is gone.
-        Exception: the error of a rank that has failed, or is unable, on every rank.
+        Exception: the error of a rank that has failed or cannot take part, on every rank.
     """
     coordinator.agree("a method inside Join")
     words = coordinator.gather_ints([mine.call | mine.place << 4], "a method inside Join")
@@ -91,7 +91,7 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
         with suppress(Exception):
             coordinator.agree("leaving Join", error=error)
         if error is not None:
-            # Else the frames of this call would keep the context.
+            # Otherwise the frames of this call would keep the context alive.
             error.__traceback__ = frames
         return JoinRound(mine, ())
     joined = tuple([rank for rank, answer in enumerate(answers) if answer.call in (Call.JOINED, Call.UNABLE)])
@@ -111,7 +111,7 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
 
 
 def fail(coordinator: Coordinator, error: Exception) -> None:
-    """Tell all ranks of an error at their next announcement. Collective."""
+    """Report an error to all ranks at their next announcement. Collective."""
     with suppress(PeerLostError):
         exchange_calls(coordinator, JoinCall(Call.FAILED), error)
 
@@ -122,12 +122,12 @@ class JoinState:
     Args:
         coordinator: the channel of the ranks' agreements.
         local: has the param groups, parameters and shards.
-        hyperparameters: knows what the user has written to param groups.
+        hyperparameters: records what the user writes to param groups.
         step: makes a step with some keyword arguments. Collective.
         consolidate: gathers the state on a rank. Collective.
 
     Attributes:
-        context: announces a call in the Join context that the optimizer is in; None outside. Contexts change it.
+        context: announces a call in the Join context that the optimizer is in; None outside. Contexts set it.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class JoinState:
         self.context: Callable[[Call], JoinRound] | None = None
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside."""
+        """Announce a call, and send its values to ranks that have run out of data. Collective; no-op outside."""
         if self.context is None or self._coordinator.is_single_rank:
             return
         join_round = self.context(call)
@@ -151,7 +151,7 @@ class JoinState:
             self._exchange_values(join_round, arguments)
 
     def take_part(self, join_round: JoinRound) -> None:
-        """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""
+        """Make the same call of the optimizer as the ranks with data, and raise what they raise. Collective."""
         arguments = self._exchange_values(join_round, {})
         if join_round.made.call is Call.CONSOLIDATE:
             self._consolidate(arguments["target"])
@@ -161,7 +161,7 @@ class JoinState:
             param.grad = None
 
     def _exchange_values(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send ranks without data what a call needs, or receive and set it there; return its arguments. Collective."""
+        """Send the values of a call to ranks without data, which set them. Return its arguments. Collective."""
         coordinator, source, call = self._coordinator, join_round.running[0], join_round.made.call
         rank, written = coordinator.ranks.rank, dict[int, Any]()
         with agreed(coordinator, "a method inside Join"):
@@ -184,18 +184,18 @@ class JoinState:
         return arguments
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what all ranks without data need for a call; raise a StateMapError if it cannot be sent."""
+        """Return the values that ranks without data need for a call; raise a StateMapError if one cannot be sent."""
         groups = [hyperparameters_of(group) for group in self._local.groups]
         self._hyperparameters.update(self._local.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
-            # Raises.
+            # Raises if the value cannot be sent.
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
         return {"groups": groups, "agreed": dict(self._hyperparameters.agreed), "arguments": dict(arguments)}
 
     def _tensors_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        """Return the parts that another rank owns, and their gradients: the loop may have changed both."""
+        """Return the parts that a peer owns, and their gradients, because the loop may have changed both."""
         plan, params = self._local.plan, self._local.params
         found = dict[int, tuple[torch.Tensor, torch.Tensor | None]]()
         for shard in plan.of_rank(peer):
@@ -217,14 +217,14 @@ class JoinState:
         hyperparameters.record_written(groups)
 
     def _set_tensors(self, received: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Set this rank's parts of parameters and gradients; what it owns nothing of has no gradient."""
+        """Set this rank's parts of parameters and gradients. Other parameters have no gradient afterwards."""
         for param in self._local.params:
             param.grad = None
         for tensor, (values, grad) in received.items():
             shard = self._local.shards[tensor]
             shard.local_view.copy_(values)
             if grad is not None and shard.is_cut:
-                # The optimizer looks at this rank's part alone.
+                # The optimizer reads only this rank's part.
                 shard.param.grad = torch.zeros_like(shard.param)
                 shard.shard.narrow(shard.param.grad).copy_(grad)
             elif grad is not None:

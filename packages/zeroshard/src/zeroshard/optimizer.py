@@ -1,7 +1,7 @@
 """The sharded optimizer: a drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-Its private names are torch's, which other projects read. What changes is in the engine, because
-frameworks copy the attributes of this object.
+Its private names are torch's, because other projects read them. The engine holds what changes, because frameworks copy
+the attributes of this object.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _logger = logging.getLogger(__name__)
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     r"""Wrap an optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
-    Every rank holds all parameters, and the optimizer state of those that it owns. :meth:`step` updates these with the
-    given optimizer class and broadcasts the new values. It expects gradients that are equal on all ranks, as
+    Every rank holds all parameters, and the optimizer state of the parameters that it owns. :meth:`step` updates these
+    with the given optimizer class and broadcasts the new values. Gradients must be equal on all ranks, as
     DistributedDataParallel leaves them; results then equal the unsharded optimizer's.
 
-    All ranks of the group must construct it, and call the methods marked as collective, in the same order. Bad input on
-    one rank, and differences between ranks, are errors on every rank, raised before anything is changed.
+    All ranks of the group must construct it, and call the methods marked as collective, in the same order. If one rank
+    has bad input, or ranks differ, every rank raises before anything is changed.
 
     The algorithm is stage 1 of `ZeRO <https://arxiv.org/abs/1910.02054>`_.
 
@@ -59,22 +59,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer. If it is rebound to a tensor of the same shape, dtype and
-            device, the next call copies that back; another one raises.
+            device, the next call copies that back; any other rebinding raises.
         overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
-            optimizers only), ``"level"`` or :func:`zeroshard_core.level` (tensors of classes that are not elementwise
-            whole, by work; the others cut where state is missing), or a function of your own, see
+            optimizers only), ``"level"`` or :func:`zeroshard_core.level` (places tensors of other classes whole, by
+            work, and cuts elementwise ones to even out the state), or a function of your own, see
             :data:`zeroshard_core.Strategy`.
-        cost: what a tensor weighs when tensors are partitioned, a function or a dict by name. By default its number of
-            elements; with several classes, or ``"level"``, the work of its update, where its class is known.
+        cost: the cost of a tensor in the partition, as a function or a dict by name. The default is its number of
+            elements; with several classes, or ``"level"``, the work of its update if its class is known.
         elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
         coupled: ``"allow"`` accepts an optimizer class that couples tensors; each rank then sees only its own tensors.
         master_weights: step float32 copies of float16 and bfloat16 parameters; entry ``"master_param"`` of the state.
         **defaults: arguments of ``optimizer_class``, for groups of this class.
 
     Attributes:
-        process_group, parameters_as_bucket_view: as given, or the default group.
-        world_size, rank: of the group.
+        process_group, parameters_as_bucket_view: the group of the optimizer, and the argument.
+        world_size, rank: the size of the group, and this rank in it.
         global_rank: this rank in the default group.
         initialized: whether the constructor has finished.
 
@@ -148,22 +148,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and broadcast the new values. Collective.
 
-        Parameters may have been frozen, unfrozen or rebound since the last step, or converted while they had no state.
-        With ``parameters_as_bucket_view`` rebound data is copied back into its buffer, and a conversion raises.
+        Between steps you may freeze, unfreeze or rebind parameters, and convert parameters that have no state. With
+        ``parameters_as_bucket_view`` the step copies rebound data back into its buffer, and a conversion raises.
 
         Args:
-            closure: re-evaluates the model and returns the loss. Pass one on every rank or on none, unchecked.
-                It must not unfreeze or convert parameters.
+            closure: re-evaluates the model and returns the loss. Pass a closure on all ranks or on none; this is not
+                checked. It must not unfreeze or convert parameters.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
-            What the local optimizer's step returned, e.g. the closure's loss; None without a closure.
+            The result of the local optimizer's step, e.g. the closure's loss; None without a closure.
 
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
             RuntimeError: if a hook steps during backward, and there was not exactly one such backward since the last
-                step(), or hyperparameters or gradients have changed since; then until a state is loaded. After Ctrl-C
-                in a collective call: build a new optimizer.
+                step(), or hyperparameters or gradients have changed since; it raises until a state is loaded. After
+                Ctrl-C in a collective call: build a new optimizer.
             Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
                 equal then, except parameters that a rank has converted.
         """
@@ -193,7 +193,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook that is called before each step, as in torch. Its errors are raised only where they occur.
+        """Register a hook that is called before each step, as in torch. Its errors reach no other rank.
 
         Args:
             hook: called with the optimizer, and the positional and keyword arguments of its step; may return new ones.
@@ -206,14 +206,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return super().register_step_pre_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, and choose their owners; others keep theirs. Collective.
+        """Add a group of parameters, and choose their owners; other parameters keep theirs. Collective.
 
         Args:
             param_group: a dict with ``"params"`` and hyperparameters; not modified.
 
         Raises:
             TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
-            DisagreementError: if ranks add different groups; none does then.
+            DisagreementError: if ranks add different groups; no rank adds one then.
         """
         register, constructors = super().add_param_group, self._constructors
         if not self.initialized:
@@ -225,7 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group, found = take_class(read_group(param_group), constructors)
             defaults = self.defaults
             if not all(each.is_stepped_with(constructors) for each in [*engine.policy.classes, found]):
-                # Else torch would write what other classes have into a group that may not know it.
+                # Otherwise torch would write defaults of other classes into the group.
                 self.defaults = {}
                 _logger.info("add_param_group(): %d parameters for %s", len(group["params"]), found.name)
             try:
@@ -240,10 +240,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all shards in the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
-        It is kept until the next step, load or new group; until then the other ranks list only placeholders.
+        The rank keeps it until the next step, load or new group; until then the other ranks list only placeholders.
 
         Args:
-            to: the group rank that receives, an integer of any kind. Other ranks need no more memory than before.
+            to: the group rank that receives the state, an integer of any kind. Other ranks need no more memory.
 
         Raises:
             ValueError: if there is no such rank.
@@ -256,9 +256,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def init_state(self) -> None:
         """Make the state of all trainable parameters if there is none on any rank. Collective.
 
-        The state is what a plain optimizer has after a step with zero gradients and learning rate 0, which
-        ``torch.distributed.checkpoint`` makes to learn which entries there are. No parameter, gradient or
-        hyperparameter is changed, and no hook is called. If there is state, nothing happens.
+        The state is the plain optimizer's after a step with zero gradients and learning rate 0;
+        ``torch.distributed.checkpoint`` makes such a step to find the entries. Parameters, gradients and
+        hyperparameters are unchanged, and no hook is called. No-op if there is state.
 
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
@@ -267,16 +267,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._engine.init_state()
 
     def state_dict(self, *, keys: Keys = "indices") -> StateDict:
-        """Return the state of the optimizer as this rank has it. Not collective, at any time.
+        """Return the state of the optimizer as this rank has it. Not collective; call it at any time.
 
         Args:
             keys: ``"names"`` for the names of the parameters in place of their indices.
 
         Returns:
             ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
-            was consolidated to this rank since the last step, all of it, on the CPU. Otherwise this rank's own values
-            (not copies), and placeholders for other ranks' values; or only placeholders if the state was consolidated
-            to another rank. A placeholder is a tensor with a shape, a dtype and a device, which raises when read.
+            was consolidated to this rank since the last step, it has all values, on the CPU. Otherwise it has this
+            rank's values (not copies) and placeholders for other ranks' values; or only placeholders if the state was
+            consolidated to another rank. A placeholder is a tensor with shape, dtype and device that raises when read.
 
         Raises:
             ValueError: if ``keys`` is ``"names"``, and the optimizer was built from parameters without names.
@@ -297,15 +297,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         keys: Keys = "indices",
         group: int | None = None,
     ) -> None:
-        """Load a checkpoint: every rank takes what it owns. Collective.
+        """Load a checkpoint; every rank keeps the state that it owns. Collective.
 
         Args:
-            state_dict: of the whole state, the same on every rank: from the plain optimizer, torch's
-                ZeroRedundancyOptimizer, or this class at any world size; or what :meth:`state_dict` has returned on
-                this rank, with the same plan. An empty one on every rank, without ``from_rank``, changes nothing; one
-                with an empty ``"state"`` clears the state. It is not modified, and its tensors are not kept.
+            state_dict: the whole state, equal on every rank: from the plain optimizer, torch's ZeroRedundancyOptimizer,
+                or this class at any world size; or the result of :meth:`state_dict` on this rank, with the same plan.
+                An empty dict on every rank, without ``from_rank``, changes nothing; a dict with an empty ``"state"``
+                clears the state. It is not modified, and its tensors are not kept.
             from_rank: the group rank whose state dict all ranks load; it sends each rank its part. The other ranks pass
-                an empty one.
+                an empty dict.
             keys: ``"names"`` if its keys are names of parameters, which may be in another order then.
             group: loads the checkpoint of a plain optimizer into the groups that share this group's local optimizer;
                 the others keep their state. Without ``from_rank``, and with integers as keys.
@@ -354,17 +354,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def group_assignment(self) -> list[int]:
-        """For each param group the place of its local optimizer in :attr:`local_optimizers`."""
+        """The index of each param group's local optimizer in :attr:`local_optimizers`."""
         return list(assign(self._engine.policy.classes))
 
     @property
     def plan(self) -> Plan:
-        """Who owns what."""
+        """The owner of each tensor, or of each part of a cut tensor."""
         return self._engine.layout.plan
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes, calls and waiting so far."""
+        """The bytes, calls and seconds of waiting so far."""
         return self._engine.traffic
 
     @property
@@ -373,7 +373,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._engine.buffers.buffers
 
     def describe(self) -> OptimizerDescription:
-        """Return who owns what, the buckets of a communication hook, and what was sent so far. Not collective.
+        """Return the owners, the buckets of a communication hook, and the traffic so far. Not collective.
 
         ``print(optimizer)`` shows it as text; ``dataclasses.asdict()`` makes a dict of it.
         """
@@ -383,21 +383,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self) -> MutableMapping[Any, Any]:
         """The state of all parameters that have some.
 
-        For this rank's shards these are the local optimizer's own dicts, not copies; a part has the shape of its rows.
-        For the rest they are placeholders, which have a shape; reading them raises an error.
+        Entries of this rank's shards are the local optimizer's own dicts, not copies; a part has the shape of its rows.
+        Other entries are placeholders, which have a shape; reading them raises.
         """
         return self._state_view
 
     @state.setter
     def state(self, value: MutableMapping[Any, Any]) -> None:
-        # There is none yet while torch's constructor runs, which sets it.
+        # torch's constructor sets it before there is an engine.
         if hasattr(self, "_engine"):
             self._state_view.replace(value)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups. Stored in the engine, because wrappers copy this object's attributes."""
-        # It does not exist yet while torch's constructor runs.
+        """The param groups. The engine holds them, because wrappers copy this object's attributes."""
+        # There is no engine while torch's constructor runs.
         found: list[dict[str, Any]] = self._engine.groups if hasattr(self, "_engine") else vars(self)["param_groups"]
         return found
 
@@ -414,7 +414,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return disable_dynamo(Optimizer.profile_hook_step(func))
 
     def join_hook(self, **kwargs: Any) -> NoReturn:  # noqa: ANN401, ARG002 - shared by all joinables
-        """Refuse torch's ``Join``; the one of ``zeroshard_integrations.join`` does not call this.
+        """Raise, because torch's ``Join`` is not supported; ``zeroshard_integrations.join.Join`` does not call this.
 
         Raises:
             RuntimeError: always.
@@ -436,15 +436,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_state(self) -> JoinState:
-        """What a context of ``zeroshard_integrations.join`` tells the optimizer, and asks of it."""
+        """The state that a context of ``zeroshard_integrations.join`` sets and reads."""
         return self._engine.join
 
     @property
     def train(self) -> Callable[[], Any]:
         """Call the local optimizer's ``train()``, which schedule-free optimizers have. Collective.
 
-        Parameters that it changes are sent to all ranks. A second call in a row sends none, unless it has changed
-        parameters or param groups again; changes that a second call makes only through ``.data`` are not noticed.
+        Parameters that it changes are broadcast. A second call in a row broadcasts none, unless it has changed
+        parameters or param groups again; changes that a second call makes only through ``.data`` are not detected.
 
         Raises:
             AttributeError: when looked up, if the local optimizer's class has no such method.
@@ -460,7 +460,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def takes_buckets(self) -> bool:
-        """Whether gradients come bucket by bucket, from a communication hook."""
+        """True if a communication hook reduces gradients bucket by bucket."""
         return self._engine.exchange is not None
 
     @disable_dynamo
@@ -471,17 +471,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         norms: bool = True,
     ) -> GradExchange:
-        """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
+        """Reduce gradients bucket by bucket from now on, for communication hooks. Only the first call is collective.
 
         Args:
             mode: when shards are stepped.
-            names: the model's names, for errors about parameters without names; the same on all ranks.
-            norms: whether every rank learns the 2-norms of all gradients at the end of each backward, so that torch's
-                functions for clipping work. The first call decides; there are none if shards are stepped during it.
+            names: the model's names, for errors about parameters without names; equal on all ranks.
+            norms: whether ranks exchange the 2-norms of all gradients at the end of each backward, so that torch's
+                functions for clipping work. The first call decides. If backward steps shards, there are no norms.
 
         Raises:
-            ValueError: if gradients are taken in another way already, ``overlap_with_ddp`` is another mode's,
-                parameters cannot be exchanged in buckets, or the optimizer is in a Join block.
+            ValueError: if another mode is in use, ``overlap_with_ddp`` does not fit the mode, parameters cannot be
+                exchanged in buckets, or the optimizer is in a Join block.
         """
         if self._engine.join.context is not None:
             raise ValueError(
@@ -508,11 +508,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
-        """Each parameter's owner; a cut parameter is listed with the owner of its first element."""
+        """The owner of each parameter; for a cut parameter, the owner of its first element."""
         return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.params)}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Per rank, the public param groups with only the parameters of which it owns something."""
+        """Return for each rank the public param groups, with only the parameters of which it owns a part."""
         owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._engine.params)}
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
@@ -527,11 +527,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sync_groups(src_param_groups, dst_param_groups)
 
     def _clear_cache(self) -> None:
-        """Do nothing: nothing is cached that could be stale."""
+        """Do nothing, because there is no cache."""
 
     def __repr__(self) -> str:
         if not hasattr(self, "_engine"):
-            # Its constructor has raised.
+            # The constructor has raised.
             return object.__repr__(self)
         return f"{type(self).__name__} of {self._engine.describe().to_text()}"
 

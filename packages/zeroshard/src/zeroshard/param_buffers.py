@@ -1,4 +1,4 @@
-"""Where parameters lie in memory, and which ranges of them their owners broadcast after a step."""
+"""Packs parameters into flat buffers, and broadcasts their ranges from the owners after a step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class ParamBroadcast:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what is under way."""
+        """Prepare for the next broadcast."""
         self._is_expected = self._is_sent = False
 
     def expect(self) -> None:
-        """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
+        """Post the receives of the owners' new values, once. From now on autograd may not use the old values."""
         if not self._is_expected:
             self._is_expected = True
             for broadcaster in self._broadcasters:
                 broadcaster.begin()
-            # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must.
+            # Autograd does not see writes by receives and flat buffers; a graph that saved a parameter must raise.
             torch.autograd.graph.increment_version(self._params)
 
     def send(self) -> Sequence[ParameterBroadcaster]:
-        """Send this rank's values of what it owns, unless that is done; return what is to be waited for."""
+        """Send this rank's shards once, and return the broadcasts to wait for."""
         self.expect()
         for broadcaster in self._broadcasters if not self._is_sent else ():
             broadcaster.send()
@@ -44,15 +44,15 @@ class ParamBroadcast:
 
 
 def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
-    """Send this rank's values of parameters, and wait for the others' values. Collective.
+    """Send this rank's shards, and wait for the other ranks' shards. Collective.
 
-    Until all ranks have agreed upon something afterwards, others may still be reading what this rank owns.
+    Until all ranks agree afterwards, others may still be reading this rank's shards.
 
     Args:
-        broadcasts: of the parameters, in the same order on every rank; some may have been sent before.
+        broadcasts: the broadcasts of the parameters, in the same order on every rank; some may have been sent before.
     """
     try:
-        # First everything that others wait for, then what waits for others.
+        # Send to all ranks before waiting for any.
         sent = [each for broadcast in broadcasts for each in broadcast.send()]
         for each in sent:
             each.arrive()
@@ -70,11 +70,11 @@ class ParamBuffers:
     buffer.
 
     Args:
-        coordinator: the channel of the group.
+        coordinator: the channel of the ranks' agreements.
         as_bucket_view: whether parameters are packed into flat buffers and become views of them.
 
     Attributes:
-        broadcast: of all parameters that a step may change, together.
+        broadcast: the broadcast of all parameters that a step may change, together.
     """
 
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:
@@ -90,11 +90,11 @@ class ParamBuffers:
         return tuple(buffer.storage for buffer in self._buffers)
 
     def moved(self) -> bool:
-        """Whether some ``.data`` was rebound since :meth:`lay_out`: to other memory, or with other sizes or strides."""
+        """Return True if a ``.data`` was rebound since :meth:`lay_out`, to other memory, sizes or strides."""
         return _places(self._params) != self._found
 
     def lay_out(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
-        """Lay out and prepare everything for these parameters and this plan. Only what is active is broadcast."""
+        """Pack these parameters for a plan if requested, and prepare the broadcast of the active ones."""
         self._params = list(params)
         if self._as_bucket_view:
             self._pack(plan, active)
@@ -119,7 +119,7 @@ class ParamBuffers:
             self._packed |= dict.fromkeys(members, buffer)
 
     def restore(self, plan: Plan) -> bool:
-        """Copy packed parameters whose ``.data`` was rebound back into their buffers; return whether there are any.
+        """Copy packed parameters whose ``.data`` was rebound back into their buffers; return True if there are any.
 
         Raises:
             RuntimeError: if one has another shape, dtype, device or memory format than its place; then none is copied.
@@ -139,16 +139,16 @@ class ParamBuffers:
         storages = {buffer.storage.untyped_storage().data_ptr() for buffer in self._buffers}
         for param in rebound.values():
             if param.untyped_storage().data_ptr() in storages:
-                # Two parameters may have exchanged their data: its values must outlast the others' copies.
+                # Two parameters may have exchanged their data: save the values before another copy overwrites them.
                 param.data = param.detach().clone()
         for index, param in rebound.items():
             self._packed[index].adopt({index: param})
-        # A graph may have saved what was there.
+        # A graph may have saved the old values.
         torch.autograd.graph.increment_version([*rebound.values()])
         return bool(rebound)
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
-        """Return as few segments as possible that are sent for some parameters, in the same order on every rank."""
+        """Return as few segments as possible that cover some parameters, in the same order on every rank."""
         chosen = frozenset(wanted)
         found: list[Segment] = []
         alone = [index for index in wanted if index not in self._packed]
@@ -170,7 +170,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:
-    """Addresses, sizes and strides: read in every step, and so without a loop in Python."""
+    """Return addresses, sizes and strides. Every step reads them, so this has no loop in Python."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.size, tensors)),
@@ -179,7 +179,7 @@ def _places(tensors: Sequence[torch.Tensor]) -> _Places:
 
 
 def _runs(layout: BucketLayout, plan: Plan, wanted: Set[int]) -> Iterator[tuple[int | None, list[int], int, int]]:
-    """Cut a buffer into runs of wanted tensors of one owner: owner (None: cut), tensors, start and stop in elements."""
+    """Yield the runs of wanted tensors of one owner: owner (None if cut), tensors, start and stop in elements."""
     ends = [slot.offset for slot in layout.slots[1:]] + [layout.numel]
 
     def owner_of(slot: Slot) -> tuple[bool, int | None]:

@@ -30,11 +30,11 @@ def agree_to_begin(
     Args:
         coordinator: the channel of the ranks' agreements.
         layout: the layout with which this rank will step.
-        exchange: knows what was done to gradients since they were reduced; None without a communication hook.
-        error: what is wrong on this rank; None if nothing is.
+        exchange: has the checksum of operations on reduced gradients; None without a communication hook.
+        error: the error of this rank; None without one.
 
     Raises:
-        DisagreementError: if ranks differ in layouts, or in what they did to gradients.
+        DisagreementError: if layouts, or operations on gradients, differ between ranks.
         PeerLostError: if a rank is gone.
         Exception: the error of any rank, on every rank.
     """
@@ -48,7 +48,7 @@ def agree_to_begin(
 def update(
     local: LocalOptimizer, exchange: GradExchange | None, arguments: Mapping[str, Any], *, in_backward: bool
 ) -> Any:  # noqa: ANN401 - what the inner step returns
-    """Update this rank's shards, or what backward has not updated; return what the local optimizer's step returns."""
+    """Update the shards that backward has not updated. Return the result of the local optimizer's step."""
     if exchange is not None and in_backward and local.may_step_in_parts:
         return exchange.step_rest(arguments)
     with record_function("zeroshard::update"):
@@ -63,18 +63,18 @@ def broadcast_and_agree(
     detail: Callable[[], str],
     failure: Exception | None,
 ) -> Exception | None:
-    """Broadcast all parameters, also after a failure, and learn whether any rank had an error. Collective.
+    """Broadcast all parameters, even after a failure, and return the error of any rank. Collective.
 
     Args:
         coordinator: the channel of the ranks' agreements.
         broadcasts: the broadcasts of the parameters; some may have been sent during backward.
-        metadata: compares the state with the last exchange, and is exchanged if it has changed on any rank.
+        metadata: lists the state; ranks exchange it if it has changed on any rank since the last exchange.
         digest: a checksum of this rank's hyperparameters; None agrees with all.
-        detail: returns the text of which the checksum was made.
-        failure: the error of this rank's update; None if it had none.
+        detail: returns the text of the checksum.
+        failure: the error of this rank's update; None without one.
 
     Returns:
-        The error that all ranks raise, after a complete exchange; None if no rank had any.
+        The error that all ranks raise, after a complete exchange; None if no rank has one.
 
     Raises:
         PeerLostError: if a rank is gone.
@@ -86,7 +86,7 @@ def broadcast_and_agree(
             broadcast_all(broadcasts)
     except PeerLostError as lost:
         error = error or lost
-    # Even if this rank has nothing to wait for: others may still be reading its shards.
+    # Agree even if this rank waits for nothing, because others may still be reading its shards.
     with record_function("zeroshard::agree"):
         try:
             coordinator.agree(
