@@ -1,7 +1,7 @@
-"""State that is not of the optimizer class but of this package: master weights, and averages of parameters.
+"""Keeps the state that this package adds to the optimizer class: master weights, and averages of parameters.
 
-It lies in dicts of its own, which the class never sees, and is merged with the entries of the class where state is
-listed, described and loaded.
+This state has its own dicts, which the class never sees. Listing, describing and loading state merge it with the
+entries of the class.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ ADVICE = {
     AVERAGE: "make zeroshard.AveragedParameters(optimizer) before you load",
     COUNT: "make zeroshard.AveragedParameters(optimizer) before you load",
 }
-"""What to do about an entry that nothing keeps."""
+"""Advice about an entry of a checkpoint that this optimizer does not keep, by name."""
 
 Loaded = Mapping[int, Mapping[str, torch.Tensor]]
 """Extra entries of a checkpoint, by tensor; a checkpoint may lack some, or all."""
 
 
 class ExtraEntries(ABC):
-    """Extra entries of one kind, of all shards."""
+    """Holds the extra entries of one kind, for all shards."""
 
     names: tuple[str, ...]
 
     @abstractmethod
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
-        """Take over this rank's shards, which may be new or lie elsewhere."""
+        """Adopt this rank's shards, which may be new or have moved in memory."""
 
     @abstractmethod
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
         """Return the entries of a shard: the same tensors each time, until it is rebuilt or loads."""
 
     def end_step(self, shards: Collection[LocalShard]) -> None:  # noqa: B027 - some kinds have nothing to do
-        """Do what has to be done after some shards were stepped, also if that has failed."""
+        """Finish a step of some shards, even if it has failed."""
 
     @abstractmethod
     def load(self, loaded: Loaded) -> None:
-        """Take over entries that all ranks have loaded."""
+        """Adopt entries that all ranks have loaded."""
 
 
 class ExtraState:
-    """The extra entries of one local optimizer; a shard's are listed once it was stepped, or has loaded some."""
+    """Holds the extra entries of one local optimizer, and lists a shard's after a step or a load of them."""
 
     def __init__(self) -> None:
         self.kinds: list[ExtraEntries] = []
@@ -60,16 +60,16 @@ class ExtraState:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all entries."""
+        """The names of all entries."""
         return frozenset(name for kind in self.kinds for name in kind.names)
 
     def add(self, kind: ExtraEntries) -> None:
-        """Let entries of another kind be kept."""
+        """Add another kind of entries."""
         self.kinds.append(kind)
         kind.rebuild(self._shards)
 
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
-        """Take over this rank's shards."""
+        """Adopt this rank's shards."""
         self._shards = shards
         self._listed &= {shard.index for shard in shards}
         for kind in self.kinds:
@@ -77,7 +77,7 @@ class ExtraState:
 
     @contextmanager
     def stepped(self, state: Mapping[Any, Any], shards: Collection[LocalShard]) -> Iterator[None]:
-        """Around a step of the local optimizer: list what has a gradient, unless the class uses the same names."""
+        """Wrap a step of the local optimizer, and list shards with a gradient. Raises if the class uses the names."""
         if not self.kinds:
             yield
             return
@@ -101,11 +101,11 @@ class ExtraState:
         self._listed.update(shard.index for shard in shards)
 
     def drop_entries(self, shard: LocalShard) -> None:
-        """List the entries of a shard no more, until it is stepped again."""
+        """Stop listing the entries of a shard, until it is stepped again."""
         self._listed.discard(shard.index)
 
     def entries(self, shard: LocalShard) -> dict[str, torch.Tensor]:
-        """Return the entries of a shard that are listed, or that the checkpoint has which is being loaded."""
+        """Return the listed entries of a shard; during a load, the entries of the checkpoint."""
         if self._loading is not None:
             return self._loading.get(shard.index, {})
         return self._present(shard) if shard.index in self._listed else {}
@@ -113,7 +113,7 @@ class ExtraState:
     # ------------------------------------------------------------------ a load
 
     def checked(self, entries: Mapping[Any, Any], shape: Sequence[int], where: str) -> Mapping[Any, Any]:
-        """Return the entries of a loaded tensor that are the class's; ValueError if others have another shape."""
+        """Return the class's entries of a loaded tensor; ValueError if an extra entry has another shape."""
         for name in sorted(self.names & entries.keys()):
             value, expected = entries[name], () if name == COUNT else tuple(shape)
             found = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {value!r}"
@@ -122,7 +122,7 @@ class ExtraState:
         return {key: value for key, value in entries.items() if key not in self.names}
 
     def begin_load(self, loaded: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Show the extra entries of a checkpoint until :meth:`end_load`, and return the rest, for the class."""
+        """Show the extra entries of a checkpoint until :meth:`end_load`, and return the class's entries."""
         names, of_tensors = self.names, [key for key in loaded if isinstance(key, int)]
         self._loading = {}
         for shard in self._shards:
@@ -136,7 +136,7 @@ class ExtraState:
         return {key: others.get(key, value) for key, value in loaded.items() if key not in empty}
 
     def end_load(self, *, failed: bool = False) -> None:
-        """Take over what :meth:`begin_load` was given, once all ranks have loaded it; or forget it."""
+        """Adopt the entries of :meth:`begin_load` after all ranks have loaded them; drop them if that failed."""
         loaded, self._loading = self._loading, None
         if loaded is not None and not failed:
             self._listed = set(loaded)

@@ -1,6 +1,6 @@
-"""Master weights: float32 copies of half-precision parameters, at their owners; the local optimizer steps these.
+"""Keeps master weights, which the local optimizer steps: float32 copies of half-precision parameters on their owners.
 
-Gradients are converted to float32 for the step, and parameters get the copies rounded to their own dtype, as in
+A step converts gradients to float32, and writes the copies to parameters, rounded to their dtype, as in
 `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_. In checkpoints they are the entry ``"master_param"``.
 """
 
@@ -16,10 +16,10 @@ from zeroshard.local.shard import LocalShard
 
 
 class MasterWeights(ExtraEntries):
-    """The master weights of this rank, which are tensors of the local optimizer.
+    """Holds the master weights of this rank, which are tensors of the local optimizer.
 
-    A parameter always has its master's rounded values after a step. Where it has others before the next one, as after a
-    model was loaded or averaged, the master takes these.
+    After a step a parameter always has its master's rounded values. If it has other values before the next step, for
+    example because a model was loaded or averaged, the master adopts them.
     """
 
     names = (MASTER,)
@@ -30,7 +30,7 @@ class MasterWeights(ExtraEntries):
         self._versions: list[int] = []
 
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
-        """Take over shards, those without a master too."""
+        """Adopt this rank's shards, with or without a master."""
         self._shards = [shard for shard in shards if shard.is_master]
         self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self._shards}
         self._versions = []
@@ -40,14 +40,14 @@ class MasterWeights(ExtraEntries):
         return self._entries.get(shard.index, {})
 
     def load(self, loaded: Loaded) -> None:
-        """Take over masters that were loaded, or where there is none, the parameters."""
+        """Adopt loaded masters; a shard without one adopts its parameter's values."""
         with torch.no_grad():
             for shard in self._shards:
                 shard.tensor.copy_(loaded.get(shard.index, {}).get(MASTER, shard.local_view))
         self._versions = []
 
     def refresh(self) -> None:
-        """Take over what was written to parameters since :meth:`record_written`, but for writes through ``.data``."""
+        """Adopt values written to parameters since :meth:`record_written`, except writes through ``.data``."""
         versions = [version_of(shard.param) for shard in self._shards]
         if versions == self._versions:
             return
@@ -58,7 +58,7 @@ class MasterWeights(ExtraEntries):
         self._versions = versions
 
     def record_written(self) -> None:
-        """Take note that parameters have the masters' values: a step has ended."""
+        """Record that parameters have the masters' values, at the end of a step."""
         self._versions = [version_of(shard.param) for shard in self._shards]
 
     def round(self, shards: Collection[LocalShard] | None = None) -> None:

@@ -40,10 +40,10 @@ class LocalOptimizer:
 
     Attributes:
         members: the inner optimizers, in the order in which their classes appear in the param groups.
-        optim: the only one, or all as one.
-        extra: state that is not the class's own.
-        masters: the master weights; none without ``master_weights``.
-        shards: this rank's, by tensor index, ascending; replaced, never changed in place.
+        optim: the only inner optimizer, or all as one.
+        extra: the state that this package adds to the class's.
+        masters: the master weights; empty without ``master_weights``.
+        shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
         plan: the plan in use; see :meth:`use`.
         params: all parameters, by tensor index.
         classes: the class of each param group.
@@ -72,7 +72,7 @@ class LocalOptimizer:
 
     @property
     def may_step_in_parts(self) -> bool:
-        """Whether some shards may be stepped at a time."""
+        """True if the inner optimizers may step some shards at a time."""
         return all(map(may_step_in_parts, self.members))
 
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
@@ -110,7 +110,7 @@ class LocalOptimizer:
                 self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
-        """Point detached shards at their parameters' present storage, and freeze or unfreeze them as these are."""
+        """Point detached shards at their parameters' current storage, and freeze or unfreeze them like these."""
         for shard in self._detached:
             shard.tensor.requires_grad_(shard.param.requires_grad)
             if not shard.is_master:
@@ -263,7 +263,7 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
 
 @contextmanager
 def bound_gradients(shards: Iterable[LocalShard]) -> Iterator[None]:
-    """Give detached shards their parts of their parameters' gradients, in the block that follows."""
+    """Set the gradients of detached shards to their parts of their parameters' gradients, in the block."""
     try:
         for shard in shards:
             shard.tensor.grad = shard.converted(gradient_of(shard))
@@ -275,7 +275,7 @@ def bound_gradients(shards: Iterable[LocalShard]) -> Iterator[None]:
 
 
 def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
-    """The step function under the wrapper that calls hooks and profiles; torch marks that wrapper with ``hooked``."""
+    """Return the step function without the wrapper that calls hooks and profiles; torch marks it with ``hooked``."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
@@ -289,7 +289,7 @@ def _step(inner: optim.Optimizer, arguments: Mapping[str, Any]) -> Any:  # noqa:
         changed = pre_hook(inner, positional, keywords)
         if changed is not None:
             positional, keywords = changed
-    # Without the wrapper, so that hooks for all optimizers are called once per step.
+    # Call it without the wrapper, so that hooks for all optimizers are called once per step.
     result = unwrapped_step(type(inner))(*positional, **keywords)
     for post_hook in list(step_post_hooks(inner).values()):
         post_hook(inner, positional, keywords)

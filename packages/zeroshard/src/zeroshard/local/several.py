@@ -1,4 +1,4 @@
-"""Local optimizers of several classes as one: their groups in the order of the public ones, and their state."""
+"""Presents local optimizers of several classes as one, with the public order of groups and the state of all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class JoinedState(MutableMapping[Any, Any]):
         self._members = members
 
     def _of(self, key: object) -> MutableMapping[Any, Any]:
-        """Return the state in which a key is, or would be."""
+        """Return the state that has a key, or would have it."""
         for member in self._members:
             if key in member.state:
                 return member.state
-        # Only a key that is new is looked for among the parameters.
+        # Search the parameters only for a new key.
         for member in self._members:
             if any(key is param for group in member.param_groups for param in group["params"]):
                 return member.state
@@ -49,23 +49,23 @@ class JoinedState(MutableMapping[Any, Any]):
         return sum(len(member.state) for member in self._members)
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
-        """Return what a key has, or ``default``; adds nothing."""
+        """Return the value of a key, or ``default``; adds nothing."""
         return next((member.state[key] for member in self._members if key in member.state), default)
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
-        """Remove and return what a key has, or return ``default``."""
+        """Remove and return the value of a key, or return ``default``."""
         return self._of(key).pop(key, *default)
 
 
 class SeveralOptimizers:
-    """What :class:`~zeroshard.local.optimizer.LocalOptimizer` and the modules of state use of one optimizer.
+    """Has what :class:`~zeroshard.local.optimizer.LocalOptimizer` and the modules of state use of one optimizer.
 
     Args:
         members: the optimizers.
-        assignment: for each group the number of the member that has it.
+        assignment: for each group, the number of the member that has it.
 
     Attributes:
-        defaults: of the first member, as far as all have them.
+        defaults: the defaults of the first member that all members have.
     """
 
     def __init__(self, members: Sequence[optim.Optimizer], assignment: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class SeveralOptimizers:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """The state of all members. What replaces it is handed out to them."""
+        """The state of all members. Assigning it sets each member's part."""
         return self._state
 
     @state.setter
@@ -89,7 +89,7 @@ class SeveralOptimizers:
             member.state = defaultdict(dict, {param: state[param] for param in own})
 
     def check_keys(self) -> None:
-        """Raise a RuntimeError if a member keeps state that is no parameter's: a checkpoint could not tell whose."""
+        """Raise a RuntimeError if a member keeps state of no parameter, because a checkpoint could not say whose."""
         counts = [len(member.state) for member in self._members]
         if counts == self._checked:
             return

@@ -15,12 +15,12 @@ class LocalShard:
     """A part of a parameter, or all of it, which this rank owns.
 
     Attributes:
-        shard: what is owned.
+        shard: the range that this rank owns.
         param: the whole parameter.
-        tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
-            Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
-            autograd and DDP still work with ``param.grad``. A master weight is a float32 copy of the rows.
-        is_master: whether it is a master weight.
+        tensor: ``param`` itself if the shard is all of it, else a leaf of its own that views the parameter's rows. With
+            a communication hook it is a leaf of its own in both cases, so that shards can be stepped while autograd and
+            DDP still use ``param.grad``. A master weight is a float32 copy of the rows.
+        is_master: whether ``tensor`` is a master weight.
     """
 
     shard: Shard
@@ -40,26 +40,26 @@ class LocalShard:
 
     @property
     def index(self) -> int:
-        """Of the parameter in the plan."""
+        """The parameter's index in the plan."""
         return self.shard.tensor
 
     @property
     def is_cut(self) -> bool:
-        """Whether the shard is only a part of the parameter."""
+        """True if the shard is only a part of the parameter."""
         return self.shard.numel != self.param.numel()
 
     @property
     def is_detached(self) -> bool:
-        """Whether the local optimizer holds a tensor of its own in place of the parameter."""
+        """True if the local optimizer holds another tensor in place of the parameter."""
         return self.tensor is not self.param
 
     @property
     def local_view(self) -> torch.Tensor:
-        """The part of the parameter that this rank owns, which has the values of all ranks."""
+        """The part of the parameter that this rank owns, with the values that all ranks have."""
         return _view_of(self.shard, self.param)
 
     def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a gradient in the dtype of :attr:`tensor`, and laid out as that is."""
+        """Return a gradient in the dtype and layout of :attr:`tensor`."""
         if gradient is None or not self.is_master:
             return gradient
         if gradient.layout is torch.strided and gradient.stride() != self.tensor.stride():

@@ -1,6 +1,6 @@
-"""``train()`` and ``eval()`` of the local optimizer: schedule-free optimizers exchange averages for parameters there.
+"""Supports ``train()`` and ``eval()`` of schedule-free optimizers, which exchange averages for parameters there.
 
-Each rank calls its local optimizer's method; the parameters and groups that it has changed are sent to all ranks.
+Each rank calls its local optimizer's method, and sends the parameters and groups that it changes to all ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from zeroshard.state.serialization import PLAIN, receive_value, send_value
 
 
 def versions_of(local: LocalOptimizer) -> object:
-    """Return a value that differs once a shard or a param group was changed; writes to ``.data`` are not seen."""
+    """Return a value that differs if a shard or a param group was changed. It misses writes to ``.data``."""
     versions = [version_of(shard.tensor) for shard in local.shards.values()]
     return versions, settings_of(local.optim.param_groups, {}, in_step=True)
 
 
 def send_groups(coordinator: Coordinator, local: LocalOptimizer) -> None:
-    """Send what an owner's optimizer wrote to a group, such as train_mode, to ranks without parameters of it.
+    """Send entries that an owner's optimizer wrote to a group, such as train_mode, to ranks without its parameters.
 
     Collective.
     """
