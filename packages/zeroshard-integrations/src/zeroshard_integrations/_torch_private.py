@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard_comm._torch_private import check_names
 
 TESTED_WITH = "2.15"
-"""The newest torch in which these names were tried."""
+"""The newest torch with which these names were tested."""
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _REDUCER = "torch.distributed.Reducer"
@@ -52,17 +52,17 @@ JoinConfig = _JoinConfig
 
 
 def in_autograd() -> bool:
-    """Whether autograd makes a backward in this thread."""
+    """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether there is a communication hook, in Python or in C++."""
+    """Return True if there is a communication hook, in Python or in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:
-    """Do what the forward of the other ranks, with gradients or without, does before it computes. Collective."""
+    """Take part in what the other ranks' forward, with or without gradients, does before it computes. Collective."""
     if with_grad and ddp.reducer._rebuild_buckets():
         ddp.__dict__["_has_rebuilt_buckets"] = True
     ddp._check_and_sync_module_buffers()
@@ -71,7 +71,7 @@ def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:
 
 
 def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
-    """Divide the gradients of the backward that comes next by a number of ranks; if None, by the size of the group."""
+    """Set by how many ranks the next backward divides its gradients; None for the size of the group."""
     found: Future[list[torch.Tensor]] = Future()
     found.set_result([torch.tensor([ranks or 0], device="cpu")])
     # torch's stubs leave it out.
@@ -80,10 +80,10 @@ def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
 
 
 def join_config(joinable: Joinable) -> JoinConfig | None:
-    """Return what a Join context has told a joinable; None before any."""
+    """Return the config that a Join context has set in a joinable; None before any."""
     return getattr(joinable, "_join_config", None)
 
 
 def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:
-    """Tell a joinable that it is in a Join context, or with None that it is in none."""
+    """Set the config of a joinable in a Join context; None for a joinable outside of any context."""
     joinable._join_config = JoinConfig.construct_disabled_join_config() if config is None else config

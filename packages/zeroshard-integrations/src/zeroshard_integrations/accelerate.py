@@ -1,6 +1,6 @@
-"""Sharded optimizers under Hugging Face's Accelerate: gradients go to their owners, ``save_state`` saves all state.
+"""Trains with sharded optimizers under Hugging Face's Accelerate, and lets ``save_state`` save the whole state.
 
-:class:`~zeroshard.ZeroRedundancyOptimizer` is importable from here too, so that a script has one import of ours.
+:class:`~zeroshard.ZeroRedundancyOptimizer` is importable from here too, so that a script needs only one import.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class ZeroShardPlugin:
     Each model that Accelerate wraps in DistributedDataParallel gets the communication hook
     :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. ``accelerator.save_state()``, called on every rank,
     consolidates the state first: it saves the files of the plain optimizer, and ``accelerator.load_state()`` loads
-    them at any number of ranks. All other methods of the accelerator are used as with a plain optimizer.
+    them at any number of ranks. Use all other methods of the accelerator as with a plain optimizer.
 
     Args:
-        accelerator: has no other parallelism than DistributedDataParallel. It may have a single process.
-        norms: whether every rank learns the 2-norms of gradients; see
+        accelerator: an accelerator with no other parallelism than DistributedDataParallel, or with a single process.
+        norms: whether ranks exchange the 2-norms of gradients; see
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
 
     Raises:
@@ -60,10 +60,10 @@ class ZeroShardPlugin:
         """Move a model to the accelerator's device, and build its sharded optimizer. Collective.
 
         Args:
-            model: not prepared yet.
+            model: the model, before ``prepare()``.
             param_groups: takes the model and returns its param groups, each of which may name an ``optimizer_class``.
-            optimizer_class: of groups that name none.
-            **options: more of :class:`~zeroshard.ZeroRedundancyOptimizer`.
+            optimizer_class: the class of groups that name none.
+            **options: other arguments of :class:`~zeroshard.ZeroRedundancyOptimizer`.
 
         Raises:
             TypeError: if ``param_groups`` is not a function, or does not return a list of dicts.
@@ -76,15 +76,15 @@ class ZeroShardPlugin:
         """Call ``accelerator.prepare()``, and register the communication hooks.
 
         Args:
-            *objects: as for Accelerate. A sharded optimizer comes with the models whose parameters it has.
-            **options: as for Accelerate.
+            *objects: the objects for Accelerate. Pass a sharded optimizer together with its model.
+            **options: the options for Accelerate.
 
         Returns:
-            What ``accelerator.prepare()`` returned.
+            The result of ``accelerator.prepare()``.
 
         Raises:
             TypeError: if a model has several sharded optimizers.
-            ValueError: if a sharded optimizer comes without its model, or lacks a parameter of it.
+            ValueError: if a sharded optimizer is passed without its model, or lacks a parameter of the model.
         """
         optimizers = [each for each in objects if isinstance(each, ZeroRedundancyOptimizer)]
         for optimizer in optimizers:
@@ -113,10 +113,10 @@ class ZeroShardPlugin:
 
 
 def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool = True) -> None:
-    """Register the hook on a model, if Accelerate has wrapped it, for the optimizer that has its parameters.
+    """Register the hook for the optimizer that has a model's parameters. No-op if Accelerate has not wrapped the model.
 
     Raises:
-        TypeError: if there are several.
+        TypeError: if several optimizers have its parameters.
     """
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.
@@ -129,7 +129,7 @@ def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimi
 
 
 def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Call the function once an optimizer reads its groups, so that every rank raises an error of one rank."""
+    """Call the function when an optimizer reads its groups, so that every rank raises the error of one rank."""
     groups = function(model) if callable(function) else function
     if not (callable(function) and isinstance(groups, Sequence) and all(isinstance(each, Mapping) for each in groups)):
         listed = f" with a {type(groups[0]).__name__}" if isinstance(groups, Sequence) and groups else ""
@@ -139,11 +139,11 @@ def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mappi
 
 
 def check_parallelism(accelerator: Accelerator) -> None:
-    """Raise a ValueError that names what an accelerator uses instead of DistributedDataParallel, if anything."""
+    """Raise a ValueError if an accelerator uses another parallelism than DistributedDataParallel; names it."""
     kind = accelerator.distributed_type
     others = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
     found = [kind.value] if kind in others else []
-    # Since Accelerate 1.10; cp and sp: context and sequence parallelism.
+    # Accelerate has this since 1.10. cp and sp are context and sequence parallelism.
     config = getattr(accelerator, "parallelism_config", None)
     sizes = {name: getattr(config, name, 1) for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size")}
     found += [f"{name}={size}" for name, size in sizes.items() if size > 1]

@@ -1,8 +1,8 @@
-"""Communication hooks by which DistributedDataParallel and a sharded optimizer send no more bytes than plain DDP.
+"""Communication hooks for DistributedDataParallel and a sharded optimizer, with the communication volume of plain DDP.
 
-An unsharded step sends every gradient once and gets it back reduced. With :func:`reduce_to_owner_hook` each gradient
-is sent only to its owner, and the owner's new parameters come back instead: as many bytes. With the hooks that step
-during backward, which have torch's names and signatures, buckets are updated and shared while earlier layers still
+Plain DDP sends every gradient once and receives it reduced. :func:`reduce_to_owner_hook` sends each gradient only to
+its owner, and receives the owner's new parameters instead, which is the same number of bytes. The hooks that step
+during backward have torch's names and signatures. They update and broadcast buckets while earlier layers still
 compute.
 """
 
@@ -41,11 +41,10 @@ ONE_OPTIMIZER = "give one optimizer a class per param group, or leave the hook o
 def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> Future[torch.Tensor]:
     """Send each gradient to the rank that owns it, while backward computes.
 
-    Register it by :func:`register_reduce_to_owner`. Then train as usual; ``optimizer.step()`` updates this rank's
+    Register it with :func:`register_reduce_to_owner`. Then train as usual; ``optimizer.step()`` updates this rank's
     shards and broadcasts the new values. Before that, ``.grad`` of every parameter is a
     :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its owner multiplies or clamps it. So
-    torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; what they do must be done on
-    every rank.
+    torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; call them on every rank.
 
     Gradients are averaged over the ranks, as DDP does. To accumulate gradients of several backwards, make all but the
     last under ``no_sync()``, which sends nothing: nothing can be added to a gradient that was reduced.
@@ -55,14 +54,14 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
 
     Args:
         state: the optimizer; it has all parameters that DDP reduces, and the same ranks.
-        bucket: of DDP.
+        bucket: the bucket of DDP.
 
     Returns:
         A future that holds the bucket's buffer.
 
     Raises:
         ValueError: if the optimizer does not have a parameter of the bucket, or gradients cannot be sent in buckets.
-        DisagreementError: if ranks have other buckets.
+        DisagreementError: if the buckets of ranks differ.
         PeerLostError: if a rank is gone.
 
     Example:
@@ -86,7 +85,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
 
 
 def _check_sharded(optimizer: object) -> None:
-    """Check that it is one sharded optimizer, or a wrapper that forwards to one."""
+    """Raise a TypeError unless it is one sharded optimizer, or a wrapper that forwards to one."""
     if isinstance(optimizer, Sequence):
         raise TypeError(
             f"a communication hook of zeroshard takes one optimizer of a model, but got {len(optimizer)} in a "
@@ -104,20 +103,20 @@ def register_reduce_to_owner(
     *,
     norms: bool = True,
 ) -> None:
-    """Register :func:`reduce_to_owner_hook`, with its conditions checked at once.
+    """Register :func:`reduce_to_owner_hook`, and check its conditions at once.
 
     Args:
         ddp: the model.
-        optimizer: has all parameters that DDP reduces, and the same ranks.
-        norms: whether every rank learns the 2-norm of each gradient at the end of each backward. With False torch's
-            ``clip_grad_norm_`` and ``GradScaler`` are refused; the optimizer's own ``clip_grad_norm_``, which takes
-            every order, is not. A ``GradScaler`` finds infinities by the norm, so it also skips a step whose norm
-            overflows the gradient's dtype (above 1.8e19 in float32), though all values are finite.
+        optimizer: the optimizer of all parameters that DDP reduces, over the same ranks.
+        norms: whether ranks exchange the 2-norm of each gradient at the end of each backward. If False, torch's
+            ``clip_grad_norm_`` and ``GradScaler`` raise; the optimizer's own ``clip_grad_norm_`` works, for every
+            order. A ``GradScaler`` finds infinities by the norm, so it also skips a step whose norm overflows the
+            gradient's dtype (above 1.8e19 in float32), though all values are finite.
 
     Raises:
-        TypeError: if it is no sharded optimizer, or a list of several.
+        TypeError: if ``optimizer`` is not a sharded optimizer, or is a list.
         ValueError: if the optimizer lacks a parameter, has other ranks, was built with ``overlap_with_ddp=True``, or is
-            in a Join block, if DDP has ``mixed_precision``, or if ``norms`` is anything else.
+            in a Join block, if DDP has ``mixed_precision``, or if ``norms`` is not a bool.
     """
     _check_sharded(optimizer)
     names = _check_model(ddp, optimizer)
@@ -134,13 +133,13 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return a hook that steps the optimizer during backward, after the last bucket.
 
-    All reductions are on their way before the first shard is stepped, so that they can use the whole network. Then it
-    steps as ``step()`` does. Backward returns when parameters are up to date. All iterations train, from the first
-    one on.
+    The hook starts all reductions before it steps the first shard, so that they can use the whole network. Then it
+    steps as ``step()`` does. Backward returns when parameters are up to date. All iterations train, including the
+    first.
 
     Args:
-        hook: reduces the gradients: ``allreduce_hook``, which is replaced by sending gradients to their owners, or
-            another one that averages a bucket on all ranks, such as a compressing one.
+        hook: reduces the gradients: ``allreduce_hook``, in place of which gradients are sent to their owners, or
+            another hook that averages a bucket on all ranks, such as a compressing hook.
         ddp: the model.
         zero: its optimizer, built with ``overlap_with_ddp=True``, with all parameters that DDP reduces, over the same
             ranks. ``step()`` may stay in the training loop, or not; it takes no closure.
@@ -163,8 +162,8 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
-    As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
-    time. Useful if the network is slower than backward.
+    Like :func:`hook_with_zero_step`, but it reduces, steps and broadcasts different buckets at the same time. Use it if
+    the network is slower than backward.
 
     Args:
         hook: reduces the gradients, see :func:`hook_with_zero_step`.
@@ -184,8 +183,8 @@ def hook_with_zero_step_interleaved(
 def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
     exchange = zero.follow_backward(mode, _check_model(ddp, zero))
     _register_model(ddp, exchange)
-    # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++. This is of the
-    # optimizer, and not of a wrapper that may be gone.
+    # DDP keeps the hook, so a reference from it to the optimizer would be a cycle through C++. `join_state` belongs to
+    # the optimizer, and not to a wrapper that may be gone.
     join_state, group = weakref.ref(zero.join_state), zero.process_group
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
@@ -201,9 +200,9 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
 
 
 def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> None:
-    """Let an optimizer know its model, and when that may rebuild its buckets, which copies gradients: in forwards."""
+    """Let the exchange follow the forwards of its model, in which DDP may rebuild its buckets and copy gradients."""
     exchange.uses_all = not (ddp.find_unused_parameters or ddp.static_graph)
-    # Functions: a copy of the model would copy the arguments of a partial.
+    # Not partials, because a copy of the model would copy their arguments.
     ddp.register_forward_pre_hook(lambda module, _: _begin_forward(exchange, module))
     ddp.register_forward_hook(lambda module, *_: _end_forward(exchange, module), always_call=True)
 
@@ -218,7 +217,7 @@ def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None
 def _end_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
     exchange.end_forward()
     config = join_config(ddp)
-    # Not before the forward: a rank without data waits for that, and for the backward if it reduces.
+    # Raise only after the forward: a rank without data waits for it, and for the backward if that reduces.
     if config is not None and config.enable and ddp.require_backward_grad_sync:
         raise _join_refusal()
 
@@ -242,7 +241,7 @@ def _receive(
         # torch's Join calls the hook on a rank that has run out of data.
         raise _join_refusal()
     params = bucket.parameters()
-    # Before another hook reduces it: compressing hooks replace the buffer.
+    # Read it before another hook reduces it, because compressing hooks replace the buffer.
     found = Bucket(
         index=bucket.index(),
         is_last=bucket.is_last(),
@@ -261,7 +260,7 @@ def _receive(
 
 
 def _after_ddp(call: Callable[[], None]) -> None:
-    """Call something at the end of backward, after what DDP does there."""
+    """Call a function at the end of backward, after DDP's own callbacks."""
     # DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
     queue_callback(lambda: queue_callback(call))
 
@@ -276,7 +275,7 @@ def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, w
 
 
 def _check_model(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> dict[torch.Tensor, str]:
-    """Check that an optimizer can take the buckets of a model, and return the names of its parameters."""
+    """Raise a ValueError unless an optimizer can use the buckets of a model. Return the names of its parameters."""
     if ddp.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "

@@ -1,9 +1,9 @@
 """``strategy="ddp_zeroshard"`` for Lightning's Trainer and for Fabric; importing this module registers it with both.
 
-Lightning's own strategies train with a sharded optimizer as it is: ``"ddp"`` all-reduces every gradient. This one
-registers :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`, so that each gradient is sent only to its owner,
-and refuses to save what lacks values of other ranks before a file is opened. Clipping, precision and checkpoints
-take Lightning's own paths: it consolidates an optimizer's state to rank 0 before it saves.
+Lightning's own strategies also train with a sharded optimizer, but ``"ddp"`` all-reduces every gradient. This strategy
+calls :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`, so each gradient is sent only to its owner, and
+refuses to save a checkpoint that lacks values of other ranks before it opens a file. Clipping, precision and
+checkpoints are Lightning's own: it consolidates an optimizer's state to rank 0 before it saves.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from zeroshard_integrations.ddp import ONE_OPTIMIZER, register_reduce_to_owner
 __all__ = ["NAME", "FabricZeroShardStrategy", "ZeroRedundancyOptimizer", "ZeroShardStrategy"]
 
 NAME = "ddp_zeroshard"
-"""What to pass as ``strategy`` to ``Trainer`` and ``Fabric``."""
+"""The value of ``strategy`` for ``Trainer`` and ``Fabric``."""
 
 
 class ZeroShardStrategy(DDPStrategy):
     """DistributedDataParallel for Lightning's Trainer, with gradients sent only to their owners.
 
     ``configure_optimizers()`` returns a :class:`zeroshard.ZeroRedundancyOptimizer` of all parameters that are trained.
-    The size of its state is logged where the model summary is.
+    The strategy logs the size of its state if the Trainer logs the model summary.
 
     Args:
-        norms: whether every rank learns the 2-norms of gradients; see
+        norms: whether ranks exchange the 2-norms of gradients; see
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
-        **options: of Lightning's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
+        **options: the options of Lightning's ``DDPStrategy``, which passes unknown ones to DistributedDataParallel.
 
     Raises:
         TypeError: when ``fit()`` begins, on every rank, if ``configure_optimizers()`` returns another optimizer, or
@@ -53,7 +53,7 @@ class ZeroShardStrategy(DDPStrategy):
         self._norms = norms
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Register the hook; Lightning calls this when the model is wrapped, and has itself no later place for it."""
+        """Register the hook. Lightning calls this after it has wrapped the model."""
         super().setup_optimizers(trainer)
         _register_hook(self, self.model, self.optimizers, "configure_optimizers() returned")
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
@@ -66,10 +66,10 @@ class ZeroShardStrategy(DDPStrategy):
         filepath: Any,  # noqa: ANN401 - Lightning's type is private
         storage_options: Any = None,  # noqa: ANN401 - passed on
     ) -> None:
-        """Save on rank 0, as Lightning does, what lacks no values of other ranks. Collective.
+        """Save a checkpoint on rank 0, as Lightning does, unless it lacks values of other ranks. Collective.
 
         Raises:
-            RuntimeError: on every rank, before a file is opened, if it does lack some.
+            RuntimeError: on every rank, before a file is opened, if the checkpoint lacks values.
         """
         _check_saved(self, checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -81,8 +81,8 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
     ``fabric.setup(model, optimizer)`` receives the model and its optimizer together.
 
     Args:
-        norms: whether every rank learns the 2-norms of gradients, as for :class:`ZeroShardStrategy`.
-        **options: of Fabric's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
+        norms: whether ranks exchange the 2-norms of gradients, as for :class:`ZeroShardStrategy`.
+        **options: the options of Fabric's ``DDPStrategy``, which passes unknown ones to DistributedDataParallel.
     """
 
     def __init__(self, *, norms: bool = True, **options: Any) -> None:  # noqa: ANN401 - passed on
@@ -117,17 +117,17 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
-        """Save on rank 0, as Fabric does, what lacks no values of other ranks. Collective.
+        """Save a checkpoint on rank 0, as Fabric does, unless it lacks values of other ranks. Collective.
 
         Raises:
-            RuntimeError: on every rank, before a file is opened, if it does lack some.
+            RuntimeError: on every rank, before a file is opened, if the checkpoint lacks values.
         """
         _check_saved(self, state)
         super().save_checkpoint(path, state, *args, **kwargs)
 
 
 def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
-    """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective."""
+    """Return text with the size of the optimizer state, on the rank with most of it and unsharded. Not collective."""
     plan = optimizer.plan
     kinds: list[Any] = [type(optimizer.local_optimizers[number]) for number in optimizer.group_assignment]
     names = " + ".join(dict.fromkeys(kind.__name__ for kind in kinds))
@@ -138,7 +138,7 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
 
     costs = [*map(cost_of, optimizer.param_groups, kinds)]
     try:
-        # The same owners, weighed by their state.
+        # The same owners, with the size of the state as cost.
         loads = repartition(plan, plan.tensors, cost=lambda spec: costs[spec.group](spec)).loads
     except ValueError:
         return f"Optimizer state, sharded by zeroshard: unknown before the first step of {names}"
@@ -165,7 +165,7 @@ def _register_hook(strategy: Any, ddp: DistributedDataParallel, optimizers: Sequ
 
 
 def _check_saved(strategy: Any, checkpoint: object) -> None:  # noqa: ANN401 - of either kind
-    """Raise on every rank the error of pickling what one rank saves."""
+    """Raise rank 0's error of pickling the checkpoint on every rank."""
     error = ""
     if strategy.is_global_zero:
         try:
@@ -176,7 +176,7 @@ def _check_saved(strategy: Any, checkpoint: object) -> None:  # noqa: ANN401 - o
         raise RuntimeError(error)
 
 
-# Each rank of DDP would otherwise keep its gradients twice: in .grad, and in the buckets that are sent.
+# Without gradient_as_bucket_view each rank would keep its gradients twice: in .grad, and in DDP's buckets.
 for registry, strategy in ((StrategyRegistry, ZeroShardStrategy), (STRATEGY_REGISTRY, FabricZeroShardStrategy)):
     registry.register(
         NAME, strategy, description="DDP, gradients sent only to their owners", gradient_as_bucket_view=True

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a sharded optimizer: the one that ``TrainingArguments`` name, its checkpoints whole."""
+"""Shards the optimizer that ``TrainingArguments`` of Hugging Face's Trainer name, and keeps its checkpoints whole."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ZeroShardTrainerMixin:
     any number of ranks, also in the plain Trainer. In a single process without a process group the optimizer is plain.
 
     Args:
-        *arguments: of the Trainer. An optimizer passed as ``optimizers`` is a ``ZeroRedundancyOptimizer``.
+        *arguments: arguments of the Trainer. An optimizer passed as ``optimizers`` is a ``ZeroRedundancyOptimizer``.
         param_groups: takes the model and returns param groups, each of which may name an ``optimizer_class``; they
-            replace the Trainer's, with its ``weight_decay``.
-        **options: of the Trainer.
+            replace the Trainer's groups and its ``weight_decay``.
+        **options: keyword arguments of the Trainer.
 
     Attributes:
         sharding_options: keyword arguments for :class:`~zeroshard.ZeroRedundancyOptimizer`, such as ``partition``; set
@@ -45,7 +45,7 @@ class ZeroShardTrainerMixin:
 
     sharding_options: ClassVar[Mapping[str, Any]] = {}
 
-    # Of the Trainer.
+    # Attributes of the Trainer.
     args: TrainingArguments
     model: nn.Module
     model_wrapped: nn.Module
@@ -76,7 +76,7 @@ class ZeroShardTrainerMixin:
         """Build the optimizer as the Trainer does, and shard it.
 
         Args:
-            *arguments: of the Trainer.
+            *arguments: the Trainer's arguments.
 
         Returns:
             The optimizer.
@@ -95,7 +95,7 @@ class ZeroShardTrainerMixin:
             self.optimizer_cls_and_kwargs = given
         return built
 
-    # Private to the Trainer: nothing public runs on every rank after it has decided to save, and before it does.
+    # Private in the Trainer: no public method runs on every rank between its decision to save and the save.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = sharded_optimizer(self.optimizer)
         if optimizer is not None:
@@ -121,7 +121,7 @@ class ZeroShardTrainerMixin:
             raise ValueError(f"ZeroShardTrainer cannot shard {name}: it {reason}. Choose another optim, or use Trainer")
         options = {**self.sharding_options, **options}
         if self._param_groups is not None:
-            # The Trainer takes these in place of its own.
+            # The Trainer uses these in place of its own.
             options["params"] = call_param_groups(self._param_groups, self.model)
         if issubclass(optimizer_class, ZeroRedundancyOptimizer):
             return optimizer_class, options
@@ -141,13 +141,13 @@ class _RegisterHook(TrainerCallback):
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         model, optimizer = self._trainer.model_wrapped, sharded_optimizer(self._trainer.optimizer)
-        # A second call of train() goes on with the same wrapped model.
+        # A second call of train() uses the same wrapped model.
         if optimizer is not None and model is not self._registered:
             reduce_to_owners(model, [optimizer])
             self._registered = model
 
 
 def sharded_optimizer(optimizer: Optimizer | None) -> ZeroRedundancyOptimizer | None:
-    """Return our optimizer, of which Accelerate's may be a wrapper; None for another one."""
+    """Return the sharded optimizer, without Accelerate's wrapper; None for another optimizer."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, ZeroRedundancyOptimizer) else None

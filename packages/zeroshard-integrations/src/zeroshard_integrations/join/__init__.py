@@ -1,4 +1,4 @@
-"""Uneven inputs: train with DistributedDataParallel and a sharded optimizer until every rank has used all of its data.
+"""Trains with DistributedDataParallel and a sharded optimizer on uneven inputs, until every rank has used all its data.
 
 A drop-in for ``torch.distributed.algorithms.join``. Every rank announces each call; a rank without data takes part, as
 if its gradients were zero. Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``.
@@ -21,24 +21,24 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 class Join:
     """A context in which every rank trains on as many batches as it has.
 
-    ``with Join([ddp, optimizer]) as join:`` around the training loop. Entering is collective: all ranks enter with the
-    same joinables and settings, in the same order. Inside, each forward of a model, each backward that reduces
-    gradients, and each call of a sharded optimizer is announced: an agreement, and a word of each rank.
+    Put ``with Join([ddp, optimizer]) as join:`` around the training loop. Entering is collective: all ranks enter with
+    the same joinables and settings, in the same order. Inside, ranks announce each forward of a model, each backward
+    that reduces gradients, and each call of a sharded optimizer, by an agreement and a word of each rank.
 
     Gradients of several backwards before one step add up; ``no_sync()`` raises.
 
     Args:
         joinables: a model in DistributedDataParallel without a communication hook, a sharded optimizer, at most one of
             each and in this order, and any other :class:`Joinable`; all of one process group.
-        enable: False to do nothing, where inputs are known to be even.
+        enable: if False, the context does nothing; use it if inputs are even.
         throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
-        **kwargs: handed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) tells whether
-            gradients are averaged over all ranks, or over those that still have data.
+        **kwargs: passed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) says whether
+            gradients are averaged over all ranks, or over the ranks that still have data.
 
     Raises:
-        ValueError: if joinables are missing, there twice, of several groups, in the wrong order, or torch's optimizer,
-            if there are several models or sharded optimizers, or if one has a communication hook.
-        TypeError, RuntimeError: if something is no joinable, or is in a context already.
+        ValueError: if joinables are missing, repeated, of several groups, in the wrong order, or torch's optimizer, if
+            there are several models or sharded optimizers, or if one has a communication hook.
+        TypeError, RuntimeError: if an object is not a joinable, or is in a context already.
 
     Example:
         >>> import os, tempfile, torch
@@ -74,7 +74,7 @@ class Join:
 
     @property
     def running(self) -> int:
-        """How many ranks still have data, as of the last announced call; 0 after the block."""
+        """The number of ranks that still have data, as of the last announced call; 0 after the block."""
         if self._context is None:
             return self._ranks.world_size
         return len(self._context.join_round.running)
@@ -86,7 +86,7 @@ class Join:
         """Enter the context. Collective.
 
         Raises:
-            DisagreementError: if ranks enter with other joinables or settings.
+            DisagreementError: if joinables or settings differ between ranks.
             PeerLostError: if a rank is gone.
             Exception: an error of a joinable's ``join_hook``, on every rank.
         """
@@ -97,7 +97,7 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take part in the others' calls until all have left. Collective.
+        """Take part in the other ranks' calls until all ranks have left. Collective.
 
         Raises:
             DisagreementError: if ranks that still have data make different calls; on every rank.

@@ -1,4 +1,4 @@
-"""One Join context that was entered, on one rank: what it announces, and what it does when it has run out of data."""
+"""Runs one entered Join context on one rank: announces its calls, and takes part in others' once its data has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing i
 
 
 class JoinContext:
-    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s."""
+    """Holds the state of an entered context, for the thread that trains. Takes and raises the same as :class:`Join`."""
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
         self._joinables, self._throws = joinables, throws
@@ -59,14 +59,14 @@ class JoinContext:
             divides = self._divides_by_running
             self._model = model = DDPModel(joinable, divides_by_running=divides, begins=self._begin_backward)
             notify = partial(self._begin_forward, model)
-            # Only to send module buffers around must DDP itself know who still has data.
+            # DDP itself must know which ranks still have data only if it broadcasts module buffers.
             enable = len(joinable.modules_buffers) > 0
         config = JoinableConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
         config.notify = notify
         set_join_config(joinable, config)
 
     def reset(self) -> None:
-        """Take all joinables out of the context; also after an error."""
+        """Remove all joinables from the context, also after an error."""
         if self._model is not None:
             self._model.leave()
         if self._optimizer is not None:
@@ -76,7 +76,7 @@ class JoinContext:
         self._model, self._optimizer, self._hooks = None, None, {}
 
     def report_error(self, error: Exception) -> None:
-        """Tell the others of an error at their next call, unless they know it or wait inside a backward."""
+        """Report an error to the other ranks at their next call, unless they know it or wait inside a backward."""
         # All ranks raise a disagreement.
         is_known = self._is_reported or isinstance(error, DisagreementError)
         if not is_known and not (self._model is not None and self._model.in_backward):
@@ -86,7 +86,7 @@ class JoinContext:
     # ------------------------------------------------------------------ a rank with data
 
     def _call(self, mine: JoinCall, error: Exception | None = None) -> JoinRound:
-        """Announce a call of this rank, or that it has run out; and hear of the others'."""
+        """Announce a call of this rank, or that it has run out of data; return the announcements of all ranks."""
         if self._is_reported:
             raise RuntimeError(
                 "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
@@ -135,7 +135,7 @@ class JoinContext:
     # ------------------------------------------------------------------ a rank without data
 
     def shadow_others(self) -> None:
-        """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
+        """Take part in the other ranks' calls until all have left their loops; raise what they raise. Collective."""
         error = self._model.error() if self._model is not None else None
         mine = JoinCall(Call.JOINED if error is None else Call.UNABLE)
         before, self._has_run_out = self.join_round.joined, True
@@ -160,7 +160,7 @@ class JoinContext:
         elif made.call is Call.BACKWARD:
             assert model is not None
             self._send_gradients(model, join_round.running, join_round.joined)
-            # Other ranks cannot be told of an error from here on: they are in their backward.
+            # From here on an error cannot be reported: the other ranks are in their backward.
             self._is_reported = True
             model.shadow_backward()
             self._is_reported = False
@@ -176,22 +176,22 @@ class JoinableConfig(JoinConfig):
 
     @property
     def is_first_joinable(self) -> bool:
-        """Tell the context of a call, since only ``notify_join_context`` asks."""
+        """Notify the context of a call, because only ``notify_join_context`` reads this."""
         self.notify()
         return False
 
     def __reduce__(self) -> tuple[Callable[[], JoinConfig], tuple[()]]:
-        """Copy and pickle as the config of a joinable outside of any context, which a copied model is."""
+        """Copy and pickle as the config outside of any context, because a copied model is in none."""
         return JoinConfig.construct_disabled_join_config, ()
 
 
 def _label(value: object) -> str:
-    """A text for a setting that is the same on all ranks."""
+    """Return text for a setting that is equal on all ranks."""
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
-    """Check the joinables of a context, with the errors of :class:`Join`, and return the process group of all."""
+    """Return the ranks of a context's joinables; raise the errors of :class:`Join` if these do not fit."""
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
     for place, joinable in enumerate(joinables):

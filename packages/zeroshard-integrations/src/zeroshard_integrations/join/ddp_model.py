@@ -1,7 +1,7 @@
-"""The model of a Join context, in DistributedDataParallel: what it announces, and what a rank without data does for it.
+"""Follows the DDP model of a Join context on a rank with data, and takes part for it on a rank without data.
 
-A rank without data makes a backward by itself: it reduces buckets of zeros, as the others reduce theirs. If the others
-add to gradients that were reduced before, and average over all ranks, its buckets hold these gradients instead.
+A rank without data makes a backward by itself: it reduces buckets of zeros, while the others reduce theirs. If the
+others add to reduced gradients, and average over all ranks, its buckets hold these gradients instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard_integrations import _torch_private
 
 
 class DDPModel:
-    """One model, on one rank; only the context uses it.
+    """Follows one model on one rank. Only the context uses it.
 
     Args:
         ddp: the model, without a communication hook.
@@ -29,7 +29,7 @@ class DDPModel:
         begins: called before the first gradient of a backward that reduces.
 
     Attributes:
-        in_backward: whether a backward has begun on this rank that has not come to its end.
+        in_backward: whether a backward of this rank has begun and not ended.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, divides_by_running: bool, begins: Callable[[], object]) -> None:
@@ -42,7 +42,7 @@ class DDPModel:
         self._watch()
 
     def leave(self) -> None:
-        """Leave the model as it was."""
+        """Remove everything that the context has added to the model."""
         if self._handle is not None:
             self._handle.remove()
         if self._divides_by_running:
@@ -64,7 +64,7 @@ class DDPModel:
         self.in_backward, self._reduces = False, True
 
     def _watch(self) -> None:
-        """Watch the parameters that are trained now, and that DDP was not told to ignore."""
+        """Watch the parameters that are trainable now and that DDP does not ignore."""
         named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
         trained = [param for name, param in named if param.requires_grad and name not in ignored]
         if [*map(id, trained)] == [*map(id, self._trained)]:
@@ -79,7 +79,7 @@ class DDPModel:
         if self.in_backward or not any(map(_is_added_to, self._trained)):
             return
         self._has_run = self.in_backward = True
-        # After DDP's own callbacks.
+        # Run it after DDP's own callbacks.
         queue = _torch_private.queue_callback
         queue(lambda: queue(self._end_backward))
         # DDP reduces one backward for all forwards before it.
@@ -110,7 +110,7 @@ class DDPModel:
     # ------------------------------------------------------------------ a rank without data
 
     def error(self) -> Exception | None:
-        """Return why this rank cannot take part, if it cannot: DDP has not seen enough of the model here."""
+        """Return an error if this rank cannot take part, because DDP has not seen enough of the model; else None."""
         ddp, found = self.ddp, ""
         has_rebuilt = _torch_private.has_rebuilt_buckets(ddp)
         if ddp.static_graph and not has_rebuilt and not self._has_run:
@@ -133,7 +133,7 @@ class DDPModel:
             param.grad = None if value is None else value.to(param.device)
 
     def shadow_forward(self, *, with_grad: bool) -> None:
-        """Do what DDP does in a forward, without data. Collective."""
+        """Take part in a forward of the other ranks, without data. Collective."""
         _torch_private.prepare_forward(self.ddp, with_grad=with_grad)
         self.ddp.require_forward_param_sync = with_grad
 
@@ -141,12 +141,12 @@ class DDPModel:
         """Take part in a reduction of gradients, and drop those in ``.grad``. Collective."""
         ddp = self.ddp
         buckets = _torch_private.buckets_of_zeros(ddp.reducer)
-        # What was reduced is the same on all ranks, and adds up to itself only where all count.
+        # Reduced gradients are equal on all ranks, so their mean over all ranks, and only that, is unchanged.
         for bucket in [] if self._divides_by_running else buckets:
             _fill(bucket, ddp.process_group.size())
         works = [_torch_private.run_comm_hook(ddp.reducer, bucket) for bucket in buckets]
         if ddp.find_unused_parameters:
-            # What no rank uses keeps the gradient that it has.
+            # A parameter that no rank uses keeps its gradient.
             counts = _torch_private.local_used_map(ddp.reducer).zero_()
             works.append(dist.all_reduce(counts, group=ddp.process_group, async_op=True))
         for work in works:
@@ -161,16 +161,16 @@ def _is_zero(grad: torch.Tensor) -> bool:
 
 
 def _is_added_to(param: torch.Tensor) -> bool:
-    """Whether autograd is about to add to the gradient of a parameter."""
+    """Return True if autograd is about to add to the gradient of a parameter."""
     try:
         return _torch_private.will_execute(get_gradient_edge(param).node)
     except RuntimeError:
-        # Not for a parameter to which `torch.autograd.grad` differentiates.
+        # It raises for a parameter to which `torch.autograd.grad` differentiates.
         return False
 
 
 def _fill(bucket: GradBucket, share: int) -> None:
-    """Put gradients into a bucket of zeros, divided by ``share``."""
+    """Copy gradients, divided by ``share``, into a bucket of zeros."""
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout is not torch.strided:
         if params[0].grad is not None:
