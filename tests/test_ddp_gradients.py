@@ -109,6 +109,59 @@ def test_gradients_outlive_a_forward_in_which_ddp_rebuilds_its_buckets(
     assert buckets[0] != buckets[1] == buckets[2]
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@VIEWS
+def test_gradients_outlive_a_forward_that_is_interrupted(views: bool) -> None:
+    twins = owner(views=views)
+    for ddp, optimizer in twins.sides:
+        twins.backward(ddp, 0)
+        handle = ddp.module[0].register_forward_pre_hook(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            ddp(batch(1))
+        handle.remove()
+        optimizer.step()
+    twins.check("after the step")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_gradients_may_be_zeroed_in_the_forward_in_which_ddp_rebuilds_its_buckets() -> None:
+    twins = owner()
+    for number in range(3):
+        for ddp, optimizer in twins.sides:
+            handle = ddp.module[0].register_forward_pre_hook(lambda *_, optimizer=optimizer: optimizer.zero_grad())
+            twins.backward(ddp, number)
+            handle.remove()
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_a_window_that_was_given_up_leaves_nothing() -> None:
+    twins = owner()
+    twins.iterate(0)
+    for ddp, optimizer in twins.sides:
+        optimizer.zero_grad(set_to_none=False)
+        with ddp.no_sync():
+            twins.backward(ddp, 1)
+        optimizer.zero_grad()
+        optimizer.step()
+    twins.check("after a step without gradients")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_the_gradient_of_another_parameter_is_refused() -> None:
+    twins = owner()
+    twins.backward(twins.ddp, 0)
+    first, second = list(twins.ddp.parameters())[1::2][:2]
+    first.grad, second.grad = second.grad, first.grad
+    with pytest.raises(RuntimeError, match="which stands for another gradient"):
+        twins.optimizer.step()
+
+
 class BareTwins(Twins):
     """Of which the hook was registered without the model."""
 

@@ -501,7 +501,7 @@ def test_what_would_make_something_of_zero_is_refused() -> None:
     assert_same(ours[0].grad.norm(), theirs[0].grad.norm())
     with pytest.raises(RuntimeError, match=r"clamping to 0.5 and None is not supported on it: it was set to zero"):
         ours[0].grad.clamp_(min=0.5)
-    with pytest.raises(RuntimeError, match="multiplying with inf is not supported on it: it was set to zero"):
+    with pytest.raises(RuntimeError, match="scaling by inf is not supported on it: it was set to zero"):
         ours[0].grad.mul_(INF)
     for _, optimizer in twins.sides:
         optimizer.step()
@@ -529,8 +529,12 @@ def test_norms_can_be_read_after_the_step() -> None:
         optimizer.step()
     for param, other in zip(ours, theirs, strict=True):
         assert_same(param.grad.norm(), other.grad.norm())
+    with pytest.raises(RuntimeError, match=r"a step has used it: change gradients before step\(\)"):
+        clip_by_norm(ours)
     twins.optimizer.zero_grad(set_to_none=False)
     assert ours[0].grad.norm() == 0
+    with pytest.raises(RuntimeError, match=r"scaling by 0\.0 is not supported on it: it was set to zero"):
+        ours[0].grad.div_(0.0)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

@@ -306,7 +306,12 @@ def test_entries_are_assigned_and_removed_alike_on_all_ranks(how: str) -> None:
             assert set(state.pop(first)) == {"exp_avg", "exp_avg_sq", "step"}
         else:
             state.clear()
+        if how != "assign":
+            assert first not in optimizer.state
+            with pytest.raises(KeyError):
+                del optimizer.state[first]
     pair.step()
+    assert all(param in pair.sharded.state for param in pair.model.parameters())
     pair.check_listed()
     pair.check_equal()
 

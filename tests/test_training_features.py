@@ -476,18 +476,11 @@ def average_as_torch_does(params: list[torch.Tensor]) -> None:
         param.data = part.view_as(param).type_as(param)
 
 
-def rebind_to_another(params: list[torch.Tensor]) -> None:
-    """Rebind a parameter to another one's data, which lies in the buffer, and a third one to a part of the first's."""
-    (first, second), (*_, third) = [param for param in params if param.shape == params[0].shape], params
-    first.data, third.data = second.data, first.data.as_strided(third.shape, (1,))
-
-
 REBOUND: dict[str, Callable[[list[torch.Tensor]], None]] = {
     "averaged": average_as_torch_does,
     "from a vector": lambda params: nn.utils.vector_to_parameters(
         torch.cat([param.data.reshape(-1) for param in params]) * 0.5, params
     ),
-    "to another": rebind_to_another,
 }
 
 
@@ -515,6 +508,16 @@ def test_data_that_was_rebound_is_copied_back_into_the_buffers(partition: str, h
     assert {param.untyped_storage().data_ptr() for param in pair[0].parameters()} == storages
     assert all(map(operator.is_, sharded.buffers, buffers))
     assert [param.stride() for param in pair[0].parameters()] == strides
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_parameters_that_share_memory_by_a_rebound_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=True)
+    model(torch.ones(2, 4)).sum().backward()
+    model[0].weight.data = model[1].weight.data
+    with pytest.raises(ValueError, match="share memory"):
+        sharded.step()
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

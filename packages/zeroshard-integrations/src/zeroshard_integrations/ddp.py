@@ -21,6 +21,7 @@ from zeroshard import Bucket, GradExchange, StepMode, ZeroRedundancyOptimizer
 
 from zeroshard_integrations._torch_private import (
     disable_dynamo,
+    has_comm_hook,
     has_rebuilt_buckets,
     in_autograd,
     join_config,
@@ -209,8 +210,16 @@ def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> Non
 
 @disable_dynamo
 def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
-    if not has_rebuilt_buckets(ddp):
-        exchange.begin_forward()
+    if has_rebuilt_buckets(ddp):
+        return
+    exchange.begin_forward()
+
+    def show(*_: object) -> None:
+        handle.remove()
+        exchange.end_forward()
+
+    # DDP rebuilds before it calls the module, whose own code sees gradients as they are.
+    handle = ddp.module.register_forward_pre_hook(show, prepend=True)
 
 
 @disable_dynamo
@@ -281,6 +290,11 @@ def _check_model(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimize
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
             "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
             "hook of zeroshard"
+        )
+    if has_comm_hook(ddp):
+        raise ValueError(
+            "this DistributedDataParallel has a communication hook already, and takes no other: leave one of them out, "
+            "or wrap the model again"
         )
     _check_same_ranks(ddp.process_group, optimizer.process_group, "DistributedDataParallel works on the ranks")
     own = {param for group in optimizer.param_groups for param in group["params"]}

@@ -26,7 +26,15 @@ from zeroshard.local.train_mode import send_groups, versions_of
 from zeroshard.param_buffers import ParamBuffers, broadcast_all
 from zeroshard.plan.costs import with_classes
 from zeroshard.plan.group_classes import GroupClass, names_of
-from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
+from zeroshard.plan.groups import (
+    ParamGroup,
+    active_mask,
+    check_capture,
+    check_members,
+    check_memory,
+    parameters_of,
+    same_place,
+)
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
 from zeroshard.plan.layout import Layout, Policy, Seen, first_layout, next_layout, renamed, same_shards, with_settings
 from zeroshard.state.checkpoints import Checkpoints, LayoutCalls
@@ -173,6 +181,9 @@ class Engine:
         """Like :meth:`update_layout`, but only for the parameters."""
         layout = self.layout
         moved = self.buffers.moved()
+        if moved and self.buffers.buffers:
+            # Before values are copied apart: parameters that share memory now would not share it any more.
+            check_memory(self.groups, active_mask(self.params))
         if moved and self.buffers.restore(layout.plan):
             self.local.rebind()
             moved = self.buffers.moved()
@@ -194,7 +205,7 @@ class Engine:
         """Adopt a layout on which all ranks agree. No-op if it is in use."""
         if layout is self.layout:
             return
-        _logger.debug("rank %d takes over another layout", self.coordinator.ranks.rank)
+        _logger.debug("rank %d adopts another layout", self.coordinator.ranks.rank)
         if not same_shards(layout.plan, self.layout.plan) or len(self.groups) != len(self.local.optim.param_groups):
             self.local.rebuild(self.groups, layout.plan, self.policy.classes)
         else:

@@ -142,6 +142,8 @@ class GradExchange:
 
     def begin_forward(self) -> None:
         """Prepare for a forward in which DDP rebuilds its buckets, and copies ``param.grad``."""
+        # The forward before may have been interrupted.
+        self.table.show()
         if not self.in_backward:
             self.buckets.release_replaced()
         self.table.hide()
@@ -421,7 +423,8 @@ class GradExchange:
         self._seen = replace(seen, is_agreed=self._steps_buckets)
 
     def _step(self, early_steps: EarlySteps) -> None:
-        seen = self._seen
+        # An error in it has frames, which refer to the optimizer.
+        seen, self._seen = self._seen, None
         if seen is not None and not seen.is_agreed:
             seen = self._calls.look(False)
         elif seen is not None:

@@ -95,6 +95,9 @@ class GradPlaceholder(TensorWithoutValues):
         if not table.is_grad(self):
             advice = "it is not the gradient of its parameter, but a copy, or an earlier one: change p.grad itself"
             raise self.refusal(operation, advice)
+        if table.is_used(self._tensor):
+            # The optimizer class may have changed it, so that its norm is not known any more.
+            raise self.refusal(operation, "a step has used it: change gradients before step()")
         return table.norms
 
     def _known_norm(self, operation: str, dtype: torch.dtype) -> torch.Tensor:
@@ -158,8 +161,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         return held
     if held is target or not private.in_autograd():
         advice = (
-            "if DistributedDataParallel copies it to rebuild its buckets, in its second forward, call zero_grad() "
-            "before that, or register the hook by register_reduce_to_owner(ddp, optimizer)"
+            "if DistributedDataParallel copies it to rebuild its buckets, in its second forward, call "
+            "zero_grad(set_to_none=True) before that, or register the hook by register_reduce_to_owner(ddp, optimizer)"
         )
         raise held.refusal("copying", advice)
     return held._table.copy_local(held._tensor, target)
@@ -197,8 +200,8 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     norms = held._changed_by("scaling")
     if not held._is_zero:
         norms.scale(held._tensor, held.owned, factor, divides=divides)
-    elif not (divides or math.isfinite(factor)):
-        raise held.refusal(f"multiplying with {float(factor)}", "it was set to zero")
+    elif factor == 0 if divides else not math.isfinite(factor):
+        raise held.refusal(f"scaling by {float(factor)}", "it was set to zero")
     return held
 
 

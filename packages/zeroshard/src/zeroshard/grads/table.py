@@ -84,6 +84,10 @@ class GradTable:
         """Return True if the loop has set a gradient to zero since it was reduced."""
         return self._reduced[tensor] is Reduced.ZERO
 
+    def is_used(self, tensor: int) -> bool:
+        """Return True if a step has used a gradient."""
+        return self._reduced[tensor] is Reduced.USED
+
     def is_reducing(self, tensor: int) -> bool:
         """Return True if a gradient is being reduced."""
         return self._reduced[tensor] is Reduced.REDUCING
@@ -91,7 +95,7 @@ class GradTable:
     def local(self, tensor: int) -> torch.Tensor | None:
         """Return the values that this rank has added and no backward has reduced; None without any."""
         grad = self._params[tensor].grad
-        return self._local.get(tensor) if grad is None or type(grad) is GradPlaceholder else grad
+        return self._local.get(tensor) if type(grad) is GradPlaceholder else grad
 
     def present(self, tensors: Sequence[int]) -> tuple[bool, ...]:
         """Return for each tensor whether a step uses its gradient, as of the last :meth:`refresh`."""
@@ -124,12 +128,16 @@ class GradTable:
         grads = list(map(_grad_of, self._params))
         if GradPlaceholder not in set(map(type, grads)):
             self._reduced, self._expected = [Reduced.ABSENT] * len(grads), [None] * len(grads)
+            self._local.clear()
             return
         for tensor, grad in enumerate(grads):
             if type(grad) is not GradPlaceholder:
-                self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+                self._drop(tensor)
             elif self._reduced[tensor] is not Reduced.ZERO:
-                raise self._held(tensor)
+                raise RuntimeError(
+                    f"{self._held(tensor)}. DistributedDataParallel has begun this backward, and cannot be used after "
+                    f"an error in it: wrap the model again"
+                )
 
     def launch(self, tensors: Sequence[int]) -> None:
         """Mark gradients as REDUCING, before their bucket is sent with the local values."""
@@ -149,7 +157,7 @@ class GradTable:
                 self._reduced[tensor] = Reduced.REDUCED
                 self._expected[tensor] = param.grad = self.placeholders[tensor]
             else:
-                self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+                self._drop(tensor)
 
     def add_local(self, tensor: int, values: torch.Tensor) -> None:
         """Add values of this rank to a gradient that was set to zero, as autograd does.
@@ -217,7 +225,16 @@ class GradTable:
                 # Ranks compare frozen parameters separately.
                 if reduced in (Reduced.ZERO, Reduced.REDUCED) and param.requires_grad:
                     self.norms.note(tensor, "set to None", erases=True)
-                self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+                self._drop(tensor)
+            elif type(param.grad) is GradPlaceholder and param.grad._tensor != tensor:
+                raise RuntimeError(
+                    f"the gradient of {label_in(self._plan, tensor)} was replaced by {param.grad!r}, which stands for "
+                    f"another gradient: multiply or clamp the gradient in place, or change it in a hook of the tensor"
+                )
+
+    def _drop(self, tensor: int) -> None:
+        self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+        self._local.pop(tensor, None)
 
     def use(self) -> None:
         """Mark reduced gradients as USED when a step begins."""

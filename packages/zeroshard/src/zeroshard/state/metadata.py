@@ -46,6 +46,14 @@ class StateMetadata:
         self.consolidated_to: int | None = None
         self.consolidated: Consolidated | None = None
 
+    def forget(self, index: int | None = None) -> None:
+        """Forget the entries of a parameter, or of all, which all ranks drop; the next step exchanges the rest."""
+        self._told = ""
+        if index is None:
+            self._described.clear()
+        else:
+            self._described.pop(index, None)
+
     @property
     def is_empty(self) -> bool:
         """True if no rank has any state."""

@@ -50,11 +50,12 @@ class StateView(MutableMapping[Any, Any]):
         place = self._place(key)
         if key not in self:
             raise KeyError(key)
-        if isinstance(place, int):
-            return
+        if place is not None:
+            self._metadata.forget(place if isinstance(place, int) else place.index)
         if isinstance(place, LocalShard):
             self._local.extra.drop_entries(place)
-        self._state.pop(self._local_key(key), None)
+        if not isinstance(place, int):
+            self._state.pop(self._local_key(key), None)
 
     def __iter__(self) -> Iterator[Any]:
         # Iterate over a list of the current keys, because the caller may replace entries meanwhile.
@@ -90,6 +91,7 @@ class StateView(MutableMapping[Any, Any]):
     def clear(self) -> None:
         """Drop all state that this rank owns."""
         self._state.clear()
+        self._metadata.forget()
         for shard in self._local.shards.values():
             self._local.extra.drop_entries(shard)
 
@@ -114,6 +116,7 @@ class StateView(MutableMapping[Any, Any]):
     def replace(self, value: Mapping[Any, Any]) -> None:
         """Replace all state that this rank owns."""
         given = [*value.items()]
+        self.clear()
         self._local.optim.state = defaultdict(dict)
         self.update(given)
 
