@@ -35,6 +35,10 @@ class Reduced(Enum):
     USED = "a step has used the mean"
 
 
+# A member of an enum costs more to look up than a name, and loops over all tensors do so.
+_ABSENT, _ZERO, _REDUCING, _REDUCED, _USED = Reduced
+
+
 class GradTable:
     """Holds an entry for each parameter, and sets ``param.grad`` to a placeholder when a gradient is reduced.
 
@@ -68,7 +72,7 @@ class GradTable:
         self.index_of = {param: index for index, param in enumerate(params)}
         self.placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
         added = len(params) - len(self._reduced)
-        self._reduced += [Reduced.ABSENT] * added
+        self._reduced += [_ABSENT] * added
         self._expected += [None] * added
         for tensor, param in enumerate(params):
             if type(param.grad) is GradPlaceholder:
@@ -82,15 +86,15 @@ class GradTable:
 
     def is_zero(self, tensor: int) -> bool:
         """Return True if the loop has set a gradient to zero since it was reduced."""
-        return self._reduced[tensor] is Reduced.ZERO
+        return self._reduced[tensor] is _ZERO
 
     def is_used(self, tensor: int) -> bool:
         """Return True if a step has used a gradient."""
-        return self._reduced[tensor] is Reduced.USED
+        return self._reduced[tensor] is _USED
 
     def is_reducing(self, tensor: int) -> bool:
         """Return True if a gradient is being reduced."""
-        return self._reduced[tensor] is Reduced.REDUCING
+        return self._reduced[tensor] is _REDUCING
 
     def local(self, tensor: int) -> torch.Tensor | None:
         """Return the values that this rank has added and no backward has reduced; None without any."""
@@ -100,7 +104,7 @@ class GradTable:
     def present(self, tensors: Sequence[int]) -> tuple[bool, ...]:
         """Return for each tensor whether a step uses its gradient, as of the last :meth:`refresh`."""
         reduced = self._reduced
-        return tuple([reduced[tensor] is not Reduced.ABSENT for tensor in tensors])
+        return tuple([reduced[tensor] is not _ABSENT for tensor in tensors])
 
     def owned(self, tensor: int) -> torch.Tensor | None:
         """Return this rank's part of a reduced gradient; None if it owns none of it."""
@@ -113,7 +117,7 @@ class GradTable:
     def changed(self) -> int | None:
         """Return a tensor whose reduced gradient the loop has removed or set to zero; None without one."""
         for tensor, (expected, reduced) in enumerate(zip(self._expected, self._reduced, strict=True)):
-            if expected is not None and (self._params[tensor].grad is None or reduced is Reduced.ZERO):
+            if expected is not None and (self._params[tensor].grad is None or reduced is _ZERO):
                 return tensor
         return None
 
@@ -127,13 +131,13 @@ class GradTable:
         """
         grads = list(map(_grad_of, self._params))
         if GradPlaceholder not in set(map(type, grads)):
-            self._reduced, self._expected = [Reduced.ABSENT] * len(grads), [None] * len(grads)
+            self._reduced, self._expected = [_ABSENT] * len(grads), [None] * len(grads)
             self._local.clear()
             return
         for tensor, grad in enumerate(grads):
             if type(grad) is not GradPlaceholder:
                 self._drop(tensor)
-            elif self._reduced[tensor] is not Reduced.ZERO:
+            elif self._reduced[tensor] is not _ZERO:
                 raise RuntimeError(
                     f"{self._held(tensor)}. DistributedDataParallel has begun this backward, and cannot be used after "
                     f"an error in it: wrap the model again"
@@ -142,8 +146,9 @@ class GradTable:
     def launch(self, tensors: Sequence[int]) -> None:
         """Mark gradients as REDUCING, before their bucket is sent with the local values."""
         for tensor in tensors:
-            self._reduced[tensor] = Reduced.REDUCING
-            self._local.pop(tensor, None)
+            self._reduced[tensor] = _REDUCING
+        for tensor in self._local.keys() & set(tensors):
+            del self._local[tensor]
 
     def finish(self, state: BucketState, present: Sequence[bool]) -> None:
         """End the reduction of a bucket, after all ranks have agreed that their backwards have ended.
@@ -154,7 +159,7 @@ class GradTable:
         """
         for tensor, param, is_present in zip(state.tensors, state.params, present, strict=True):
             if is_present:
-                self._reduced[tensor] = Reduced.REDUCED
+                self._reduced[tensor] = _REDUCED
                 self._expected[tensor] = param.grad = self.placeholders[tensor]
             else:
                 self._drop(tensor)
@@ -165,7 +170,7 @@ class GradTable:
         Raises:
             RuntimeError: if the gradient was reduced, because nothing can be added to it.
         """
-        if self._reduced[tensor] is not Reduced.ZERO:
+        if self._reduced[tensor] is not _ZERO:
             raise self._held(tensor)
         if tensor in self._local:
             self._local[tensor].add_(values)
@@ -180,7 +185,7 @@ class GradTable:
         Raises:
             RuntimeError: if the gradient was reduced, because nothing can be added to it.
         """
-        if self._reduced[tensor] is not Reduced.ZERO:
+        if self._reduced[tensor] is not _ZERO:
             raise self._held(tensor)
         return place.copy_(self._local[tensor]) if tensor in self._local else place.zero_()
 
@@ -205,7 +210,7 @@ class GradTable:
         owned = self.owned(tensor)
         if owned is not None:
             owned.zero_()
-        self._reduced[tensor] = Reduced.ZERO
+        self._reduced[tensor] = _ZERO
         self.norms.note(tensor, "zero_()", erases=True)
 
     def refresh(self) -> None:
@@ -219,11 +224,11 @@ class GradTable:
             return
         for tensor in self._bucket_of:
             param, reduced = self._params[tensor], self._reduced[tensor]
-            if self.local(tensor) is not None or (param.grad is not None and reduced is Reduced.ABSENT):
+            if self.local(tensor) is not None or (param.grad is not None and reduced is _ABSENT):
                 raise self.unreduced(tensor)
             if param.grad is None:
                 # Ranks compare frozen parameters separately.
-                if reduced in (Reduced.ZERO, Reduced.REDUCED) and param.requires_grad:
+                if reduced in (_ZERO, _REDUCED) and param.requires_grad:
                     self.norms.note(tensor, "set to None", erases=True)
                 self._drop(tensor)
             elif type(param.grad) is GradPlaceholder and param.grad._tensor != tensor:
@@ -233,19 +238,19 @@ class GradTable:
                 )
 
     def _drop(self, tensor: int) -> None:
-        self._reduced[tensor], self._expected[tensor] = Reduced.ABSENT, None
+        self._reduced[tensor], self._expected[tensor] = _ABSENT, None
         self._local.pop(tensor, None)
 
     def use(self) -> None:
         """Mark reduced gradients as USED when a step begins."""
-        self._reduced = [Reduced.USED if each is Reduced.REDUCED else each for each in self._reduced]
+        self._reduced = [_USED if each is _REDUCED else each for each in self._reduced]
 
     # ------------------------------------------------------------------ errors
 
     def _held(self, tensor: int) -> RuntimeError:
         """Return the error for adding to a gradient that was reduced."""
         title = label_in(self._plan, tensor)
-        if self._reduced[tensor] is not Reduced.USED:
+        if self._reduced[tensor] is not _USED:
             return RuntimeError(
                 f"{title} has a gradient that an earlier backward() has reduced, and nothing can be added to it: "
                 f"accumulate under ddp.no_sync(), and synchronize only the last backward"
@@ -262,7 +267,7 @@ class GradTable:
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient with values of this rank alone."""
         title = f"the gradient of {label_in(self._plan, tensor)}"
-        if self._reduced[tensor] is Reduced.REDUCED:
+        if self._reduced[tensor] is _REDUCED:
             return RuntimeError(
                 f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, "
                 f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
