@@ -63,11 +63,6 @@ def accumulated_under_no_sync(training: Training, inputs: torch.Tensor) -> None:
     plain(training, inputs)
 
 
-def accumulated(training: Training, inputs: torch.Tensor) -> None:
-    training.loss(inputs).backward()
-    plain(training, inputs)
-
-
 def clipped_by_torch(training: Training, inputs: torch.Tensor) -> None:
     training.loss(inputs).backward()
     nn.utils.clip_grad_norm_(training.params(), 0.01)
@@ -101,9 +96,9 @@ def scaled_and_accumulated(training: Training, inputs: torch.Tensor) -> None:
 
 
 Loop = Callable[[Training, torch.Tensor], None]
-# The hooks that step during backward refuse clipping, scalers, and a second backward that reduces.
+# The hooks that step during backward refuse clipping and scalers.
 IN_ANY_MODE: list[Loop] = [plain, accumulated_under_no_sync]
-IN_STEP: list[Loop] = [*IN_ANY_MODE, accumulated, clipped_by_torch, clipped_by_the_optimizer]
+IN_STEP: list[Loop] = [*IN_ANY_MODE, clipped_by_torch, clipped_by_the_optimizer]
 SCALED: list[Loop] = [scaled, scaled_and_clipped, scaled_and_accumulated]
 
 
