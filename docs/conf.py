@@ -61,9 +61,9 @@ nitpick_ignore_regex = [
     ("py:.*", r"(abc|collections|contextlib|datetime|enum|pathlib|types|typing|unittest|weakref)\..*"),
     # Types in the signatures of internals that are not exported themselves.
     ("py:class", r"zeroshard\w*\.(\w+\.)+\w+"),
-    ("py:class", r"(Averaging|Connections|Engine|GradAccumulator|dict\[str|tuple\[bool)"),
+    ("py:class", r"(Averaging|Connections|Engine|GradTable|dict\[str|tuple\[bool)"),
     # Docstrings name what is not exported.
-    ("py:.*", r"(Failed|norm_orders|shares_buckets|write_value|zeroshard_comm\.messages\.pack_pieces)"),
+    ("py:.*", r"(Failed|shares_buckets|write_value|zeroshard_comm\.messages\.pack_pieces)"),
     # A colon in a Returns section, in front of which napoleon looks for a type.
     ("py:class", r"(The cost|in bytes\. .*|such as plain SGD|What was returned|by rank)"),
 ]

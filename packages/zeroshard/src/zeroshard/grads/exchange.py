@@ -352,7 +352,7 @@ class GradExchange:
 
         Raises:
             RuntimeError: if the loop has since changed something that the step uses, or gradients were never reduced;
-                see :class:`EarlySteps`.
+                see :class:`zeroshard.grads.early_steps.EarlySteps`.
         """
         assert self.early_steps is not None
         self.early_steps.check_refused()
