@@ -2,5 +2,5 @@
 
 A communication hook hands each bucket to ``exchange``, which sends it to its owners. After backward, ``.grad`` is a
 ``placeholder`` until a step uses the gradients. ``table`` holds the state of every gradient, ``norms`` the 2-norms.
-Data flows from ``exchange`` to ``buckets`` and each ``bucket``; a step asks the exchange for the gradients.
+Data flows from ``exchange`` to ``buckets`` and each ``bucket``; a step binds the gradients of ``buckets``.
 """

@@ -81,8 +81,9 @@ class StepCalls:
 class GradExchange:
     """Reduces the buckets of each backward, and ends the backward on all ranks.
 
-    :meth:`ZeroRedundancyOptimizer.follow_backward` makes it. Its methods are collective. Only the thread that runs
-    backward and the thread that steps call them.
+    :meth:`ZeroRedundancyOptimizer.follow_backward` makes it. The thread that runs backward and the thread that trains
+    call it. :meth:`begin`, :meth:`end` and :meth:`end_of_autograd` are collective; so is :meth:`prepare_step` after a
+    backward that was left.
 
     Args:
         coordinator: the channel of the ranks' agreements.

@@ -1,8 +1,9 @@
 """Holds the state of every gradient that is sent in buckets. Only :class:`GradTable` changes it.
 
-The entry of a gradient is a pair: ``reduced``, which is equal on all ranks between backwards, and ``local``, the values
-that this rank has added since and no backward has reduced. The thread that runs backward and the thread that trains
-call methods; the thread that finishes reductions never does.
+Reductions, :mod:`zeroshard.grads.norms` and clipping write the values, which lie in buckets. The entry of a gradient
+is a pair: ``reduced``, which is equal on all ranks between backwards, and ``local``, the values that this rank has
+added since and no backward has reduced. The thread that runs backward and the thread that trains call methods; the
+thread that finishes reductions never does.
 
 ``param.grad`` belongs to the training loop, which may set it to None or assign another tensor at any time. The table
 compares its entries with it when a backward begins and before a step.
