@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from zeroshard.local.optimizer import LocalOptimizer, PartialStepper
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.local.partial_step import PartialStepper
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.group_classes import GroupClass
 from zeroshard.plan.layout import Policy
@@ -22,6 +23,7 @@ def local_optimizer(params: list[nn.Parameter], kind: Any = optim.AdamW) -> Loca
     ]
     policy = Policy("whole", numel, as_bucket_view=False, world_size=1, classes=[GroupClass(kind, {})] * 2)
     local = LocalOptimizer(policy, groups, partition(specs, 1), 0)
+    local.publish_groups()
     local.detach_shards()
     return local
 
@@ -46,8 +48,8 @@ def test_portions_step_as_the_whole_does() -> None:
             portion.step({})
         plain.step()
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
-    assert len(local.optim.param_groups[0]["params"]) == 2
-    assert [local.optim.state[piece.tensor]["step"].item() for piece in local.shards.values()] == [4, 2, 4, 4]
+    assert len(local.groups[0]["params"]) == 2
+    assert [local.own_state(piece)["step"].item() for piece in local.shards.values()] == [4, 2, 4, 4]
 
 
 def test_hyperparameters_are_those_of_the_moment() -> None:
@@ -57,7 +59,7 @@ def test_hyperparameters_are_those_of_the_moment() -> None:
     for piece in local.shards.values():
         piece.tensor.grad = torch.ones(3, 4)
     before = copy.deepcopy([param.detach() for param in params])
-    for group in local.optim.param_groups:
+    for group in local.groups:
         group["lr"] = 2.0
     portion.step({})
     assert all(torch.equal(a, b - 2.0) for a, b in zip(params, before, strict=True))

@@ -15,6 +15,7 @@ from zeroshard._torch_private import foreach_copy_
 from zeroshard.local.extra_state import AVERAGE, COUNT, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
 from zeroshard.optimizer import ZeroRedundancyOptimizer
+from zeroshard.param_buffers import broadcast_params
 from zeroshard.plan.layout import with_settings
 
 Averaging = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
@@ -76,7 +77,7 @@ class AveragedParameters:
             raise RuntimeError("averages cannot be updated inside Join: a rank without data would not update its part")
         engine.guard.check_allowed()
         # Parameters may have been written to, or their .data rebound, since the step.
-        engine.current_layout()
+        engine.layouts.follow_params()
         if self._averages.update(self._average_by):
             local.extra.list_entries(shard for shard in local.shards.values() if local.state_of(shard))
 
@@ -97,16 +98,17 @@ class AveragedParameters:
         try:
             with engine.collective(), torch.no_grad():
                 with agreed(engine.coordinator, name) as proposal:
-                    layout = engine.update_layout()
+                    layout = engine.layouts.update()
                     proposal.set(with_settings(layout, {"number of updates of the average": self.n_averaged}))
                     if not self.n_averaged:
                         raise RuntimeError("there is no average of the parameters yet: call update() after step()")
-                engine.adopt(layout)
+                engine.layouts.adopt(layout)
                 with agreed(engine.coordinator, f"the memory for {name}"):
-                    for param in compress(engine.params, engine.ever_trained()):
+                    trained = engine.metadata.ever_trained()
+                    for param in compress(engine.local.params, trained):
                         originals[param] = param.detach().clone()
                     self._averages.write()
-                engine.broadcast_params()
+                broadcast_params(engine.coordinator, engine.local.params, engine.local.plan, trained)
                 engine.coordinator.agree(f"the end of {name}")
             engine.guard.suspended = (
                 "parameters have their averages: leave the block of AveragedParameters.applied() first"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from zeroshard_comm import Coordinator, PeerLostError
+from zeroshard_core import Plan
 
 
 class Guard:
@@ -41,6 +45,19 @@ class Guard:
         if self.suspended:
             raise RuntimeError(self.suspended)
 
+    def check_capture(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
+        """Raise a RuntimeError if a CUDA graph is being captured whose replay would leave out communication."""
+        ranks = self._coordinator.ranks
+        if not is_captured(params) or ranks.world_size == 1:
+            return
+        if ranks.backend("cuda") != "nccl" or any(len(owners) > 1 for owners in plan.owners):
+            raise RuntimeError(
+                "step() of a sharded optimizer can be captured in a CUDA graph only over the backend 'nccl', and if no "
+                "tensor is cut: others travel through the host, which a replay leaves out, or in buffers that other "
+                "steps use. Use nccl and partition='whole', or capture forward and backward alone, for example by "
+                "torch.cuda.make_graphed_callables"
+            )
+
     def mark_broken(self, error: BaseException) -> None:
         """Make :meth:`check_broken` raise from now on: a later message could be mistaken for one that is in flight.
 
@@ -59,3 +76,8 @@ class Guard:
                 f"load a checkpoint and build the optimizer again, on a new process group. It was ended by: "
                 f"{type(error).__name__ if is_interruption else error}"
             )
+
+
+def is_captured(params: Sequence[torch.Tensor]) -> bool:
+    """Return True if a CUDA graph captures the current operations on these parameters."""
+    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from zeroshard_comm import Coordinator, DisagreementError, PeerLostError, agreed
 
+from zeroshard.changes import Changes
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.groups import hyperparameters_of
-from zeroshard.plan.hyperparameters import Hyperparameters
 from zeroshard.state.serialization import receive_value, send_value, write_value
 
 __all__ = ["Call", "JoinCall", "JoinRound", "JoinState", "exchange_calls", "fail", "receive_value", "send_value"]
@@ -122,7 +122,7 @@ class JoinState:
     Args:
         coordinator: the channel of the ranks' agreements.
         local: has the param groups, parameters and shards.
-        hyperparameters: records what the user writes to param groups.
+        changes: records what the user writes to param groups.
         step: makes a step with some keyword arguments. Collective.
         consolidate: gathers the state on a rank. Collective.
 
@@ -134,11 +134,11 @@ class JoinState:
         self,
         coordinator: Coordinator,
         local: LocalOptimizer,
-        hyperparameters: Hyperparameters,
+        changes: Changes,
         step: Callable[[Mapping[str, Any]], object],
         consolidate: Callable[[int], object],
     ) -> None:
-        self._coordinator, self._local, self._hyperparameters = coordinator, local, hyperparameters
+        self._coordinator, self._local, self._changes = coordinator, local, changes
         self._step, self._consolidate = step, consolidate
         self.context: Callable[[Call], JoinRound] | None = None
 
@@ -186,13 +186,13 @@ class JoinState:
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that ranks without data need for a call; raise a StateMapError if one cannot be sent."""
         groups = [hyperparameters_of(group) for group in self._local.groups]
-        self._hyperparameters.update(self._local.groups)
+        self._changes.read_hyperparameters()
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
             # Raises if the value cannot be sent.
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
-        return {"groups": groups, "agreed": dict(self._hyperparameters.agreed), "arguments": dict(arguments)}
+        return {"groups": groups, "agreed": self._changes.agreed, "arguments": dict(arguments)}
 
     def _tensors_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the parts that a peer owns, and their gradients, because the loop may have changed both."""
@@ -206,15 +206,14 @@ class JoinState:
         return found
 
     def _set_hyperparameters(self, received: Mapping[str, Any]) -> None:
-        groups, hyperparameters = self._local.groups, self._hyperparameters
-        for from_group, to_group in zip(received["groups"], groups, strict=True):
+        for from_group, to_group in zip(received["groups"], self._local.groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
                     value = present.copy_(value)
                 to_group[key] = value
-        hyperparameters.agreed = received["agreed"]
-        hyperparameters.record_written(groups)
+        self._changes.set_agreed(received["agreed"])
+        self._changes.record_hyperparameters()
 
     def _set_tensors(self, received: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Set this rank's parts of parameters and gradients. Other parameters have no gradient afterwards."""

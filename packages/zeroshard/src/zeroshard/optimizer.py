@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
@@ -26,10 +26,10 @@ from zeroshard.debug.describe import OptimizerDescription
 from zeroshard.engine import Engine
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import JoinState
-from zeroshard.local.optimizer import Closure, sync_groups
+from zeroshard.local.optimizer import Closure
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable, name_of
-from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_class
-from zeroshard.plan.groups import ParamGroup, read_group, read_groups
+from zeroshard.plan.group_classes import GroupClass, adopting_dicts, names_of, take_class
+from zeroshard.plan.groups import ParamGroup, hyperparameters_of, read_group, read_groups
 from zeroshard.plan.layout import Policy
 from zeroshard.state.classes import with_part
 from zeroshard.state.listing import StateDict
@@ -130,19 +130,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         self._constructors = constructors = GroupClass(optimizer_class, dict(defaults), elementwise)
 
-        def read() -> tuple[list[ParamGroup], list[GroupClass]]:
+        def read(adopt: Callable[[object, ParamGroup], ParamGroup]) -> tuple[list[ParamGroup], list[GroupClass]]:
             check_shardable(optimizer_class)
-            taken = [take_class(group, constructors) for group in read_groups(params)]
+            given = [*params] if isinstance(params, Iterator) else params
+            taken = [take_class(group, constructors) for group in read_groups(given)]
+            groups = [group for group, _ in taken]
+            if isinstance(next(iter(given)), dict):
+                groups = [adopt(*each) for each in zip(given, groups, strict=True)]
             # Each class fills in its own defaults, when it is built.
-            Optimizer.__init__(self, [group for group, _ in taken], {})
+            Optimizer.__init__(self, groups, {})
             Joinable.__init__(self)
             return self.param_groups, [found for _, found in taken]
 
-        self._engine = Engine(ranks, policy, name_of(optimizer_class), read)
+        with adopting_dicts() as adopt:
+            self._engine = Engine(ranks, policy, name_of(optimizer_class), partial(read, adopt))
         self._state_view = StateView(self._engine.local, self._engine.metadata)
-        local = self._engine.local
-        sync_groups(local.optim.param_groups, self.param_groups)
-        self.defaults = local.optim.defaults  # as the class fills them in: schedulers look values up there
+        self.defaults = self._engine.local.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
@@ -167,7 +170,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
                 equal then, except parameters that a rank has converted.
         """
-        return self._engine.step(closure, kwargs)
+        return self._engine.stepper.step(closure, kwargs)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -209,7 +212,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Add a group of parameters, and choose their owners; other parameters keep theirs. Collective.
 
         Args:
-            param_group: a dict with ``"params"`` and hyperparameters; not modified.
+            param_group: a dict with ``"params"`` and hyperparameters. It becomes the group, as in torch, unless it has
+                an ``optimizer_class`` or another option of this package; then a copy does.
 
         Raises:
             TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
@@ -221,10 +225,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         engine = self._engine
 
-        def append() -> GroupClass:
+        def append(adopt: Callable[[object, ParamGroup], ParamGroup]) -> GroupClass:
             group, found = take_class(read_group(param_group), constructors)
+            group = adopt(param_group, group)
             defaults = self.defaults
-            if not all(each.is_stepped_with(constructors) for each in [*engine.policy.classes, found]):
+            if not all(each.is_stepped_with(constructors) for each in [*engine.local.classes, found]):
                 # Otherwise torch would write defaults of other classes into the group.
                 self.defaults = {}
                 _logger.info("add_param_group(): %d parameters for %s", len(group["params"]), found.name)
@@ -234,8 +239,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self.defaults = defaults
             return found
 
-        engine.add_param_group(append)
-        self.defaults = engine.local.optim.defaults
+        with adopting_dicts() as adopt:
+            engine.add_param_group(partial(append, adopt))
+        self.defaults = engine.local.defaults
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all shards in the CPU memory of one rank, for :meth:`state_dict`. Collective.
@@ -342,7 +348,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         first, *others = self.local_optimizers
         if others:
             raise AttributeError(
-                f"this optimizer has {1 + len(others)} local optimizers, for {names_of(self._engine.policy.classes)}: "
+                f"this optimizer has {1 + len(others)} local optimizers, for {names_of(self._engine.local.classes)}: "
                 f"they are in local_optimizers"
             )
         return first
@@ -355,17 +361,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def group_assignment(self) -> list[int]:
         """The index of each param group's local optimizer in :attr:`local_optimizers`."""
-        return list(assign(self._engine.policy.classes))
+        return list(self._engine.local.assignment)
 
     @property
     def plan(self) -> Plan:
         """The owner of each tensor, or of each part of a cut tensor."""
-        return self._engine.layout.plan
+        return self._engine.layouts.layout.plan
 
     @property
     def traffic(self) -> Traffic:
         """The bytes, calls and seconds of waiting so far."""
-        return self._engine.traffic
+        return self._engine.coordinator.traffic
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -398,13 +404,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def param_groups(self) -> list[dict[str, Any]]:
         """The param groups. The engine holds them, because wrappers copy this object's attributes."""
         # There is no engine while torch's constructor runs.
-        found: list[dict[str, Any]] = self._engine.groups if hasattr(self, "_engine") else vars(self)["param_groups"]
+        found: list[dict[str, Any]] = (
+            self._engine.local.groups if hasattr(self, "_engine") else vars(self)["param_groups"]
+        )
         return found
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         if hasattr(self, "_engine"):
-            self._engine.groups = value
+            self._engine.local.groups = value
         else:
             vars(self)["param_groups"] = value
 
@@ -427,7 +435,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which ``Join`` counts the ranks that still run: the first parameter's."""
-        return self._engine.params[0].device
+        return self._engine.local.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -509,11 +517,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """The owner of each parameter; for a cut parameter, the owner of its first element."""
-        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.params)}
+        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.local.params)}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return for each rank the public param groups, with only the parameters of which it owns a part."""
-        owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._engine.params)}
+        owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._engine.local.params)}
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
             for rank in range(self.plan.world_size)
@@ -524,7 +532,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: list[dict[str, Any]]
     ) -> None:
         """Copy every attribute except the members from one list of groups to another."""
-        sync_groups(src_param_groups, dst_param_groups)
+        for source, target in zip(src_param_groups, dst_param_groups, strict=True):
+            target.update(hyperparameters_of(source))
 
     def _clear_cache(self) -> None:
         """Do nothing, because there is no cache."""

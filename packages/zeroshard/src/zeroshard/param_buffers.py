@@ -11,8 +11,6 @@ from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, bucket_layouts,
 
 from zeroshard.plan.layout import label_in
 
-_Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
-
 
 class ParamBroadcast:
     """Broadcasts parameters from their owners to all ranks; each call counts once until :meth:`reset`."""
@@ -63,6 +61,18 @@ def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
             broadcast.reset()
 
 
+def broadcast_params(
+    coordinator: Coordinator, params: Sequence[torch.Tensor], plan: Plan, chosen: Sequence[bool]
+) -> None:
+    """Broadcast the chosen parameters outside of a step. Collective.
+
+    Ranks must agree afterwards, because others may still be reading.
+    """
+    buffers = ParamBuffers(coordinator, as_bucket_view=False)
+    buffers.lay_out(params, plan, chosen)
+    broadcast_all([buffers.broadcast])
+
+
 class ParamBuffers:
     """Owns the flat buffers of the parameters, if requested.
 
@@ -82,23 +92,17 @@ class ParamBuffers:
         self._buffers: list[FlatBuffer] = []
         self._packed: dict[int, FlatBuffer] = {}
         self._params: list[torch.Tensor] = []
-        self._found: _Places = ([], [], [])
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The storage of the flat buffers, 1-D; empty without bucket views."""
         return tuple(buffer.storage for buffer in self._buffers)
 
-    def moved(self) -> bool:
-        """Return True if a ``.data`` was rebound since :meth:`lay_out`, to other memory, sizes or strides."""
-        return _places(self._params) != self._found
-
     def lay_out(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Pack these parameters for a plan if requested, and prepare the broadcast of the active ones."""
         self._params = list(params)
         if self._as_bucket_view:
             self._pack(plan, active)
-        self._found = _places(self._params)
         changing = [index for index, is_active in enumerate(active) if is_active]
         by_device: dict[torch.device, list[Segment]] = {}
         for segment in self.segments(plan, changing) if plan.world_size > 1 else ():
@@ -118,14 +122,12 @@ class ParamBuffers:
             self._buffers.append(buffer)
             self._packed |= dict.fromkeys(members, buffer)
 
-    def restore(self, plan: Plan) -> bool:
-        """Copy packed parameters whose ``.data`` was rebound back into their buffers; return True if there are any.
+    def restore(self, plan: Plan, moved: Sequence[int]) -> bool:
+        """Copy packed parameters among ``moved`` back into their buffers; return True if there are any.
 
         Raises:
             RuntimeError: if one has another shape, dtype, device or memory format than its place; then none is copied.
         """
-        now, before = zip(*_places(self._params), strict=True), zip(*self._found, strict=True)
-        moved = [index for index, (here, there) in enumerate(zip(now, before, strict=True)) if here != there]
         rebound = {index: self._params[index] for index in moved if index in self._packed}
         for index, param in rebound.items():
             view = self._packed[index].view(index)
@@ -167,15 +169,6 @@ class ParamBuffers:
 
 def _form(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype} on {tensor.device}"
-
-
-def _places(tensors: Sequence[torch.Tensor]) -> _Places:
-    """Return addresses, sizes and strides. Every step reads them, so this has no loop in Python."""
-    return (
-        list(map(torch.Tensor.data_ptr, tensors)),
-        list(map(torch.Tensor.size, tensors)),
-        list(map(torch.Tensor.stride, tensors)),
-    )
 
 
 def _runs(layout: BucketLayout, plan: Plan, wanted: Set[int]) -> Iterator[tuple[int | None, list[int], int, int]]:

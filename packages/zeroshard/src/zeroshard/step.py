@@ -2,109 +2,263 @@
 
 The order is fixed: this rank looks at its parameters; all ranks agree that they are in the same step of the same
 optimizer with the same layout, and that no rank has an error; each updates its shards and broadcasts them; and they
-agree that this has succeeded everywhere. :meth:`zeroshard.engine.Engine.apply_step` calls the functions of this module
-in that order. A hook that steps each bucket as soon as it is reduced has agreed, updated and broadcast during backward,
-in :mod:`zeroshard.grads.exchange`; the step then ends that.
+agree that this has succeeded everywhere. A hook that steps each bucket as soon as it is reduced has agreed, updated and
+broadcast during backward, in :mod:`zeroshard.grads.exchange`; the step then ends that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.profiler import record_function
-from zeroshard_comm import Coordinator, PeerLostError, check_config, explain_configs
+from zeroshard_comm import Coordinator, DifferentCallsError, PeerLostError, check_config, explain_configs
 
+from zeroshard.changes import Changes, Seen
+from zeroshard.debug.checks import StepChecks
 from zeroshard.grads.exchange import GradExchange
-from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.param_buffers import ParamBroadcast, broadcast_all
-from zeroshard.plan.layout import Layout
+from zeroshard.guard import Guard
+from zeroshard.join import Call, JoinState
+from zeroshard.layouts import Layouts
+from zeroshard.local.optimizer import Closure, LocalOptimizer
+from zeroshard.param_buffers import ParamBuffers, broadcast_all
+from zeroshard.plan.layout import Layout, with_settings
+from zeroshard.state.initialize import is_torchs_own_step
 from zeroshard.state.metadata import StateMetadata
 
 
-def agree_to_begin(
-    coordinator: Coordinator, layout: Layout, exchange: GradExchange | None, error: Exception | None
-) -> None:
-    """Return if all ranks are about to make the same step, and none has an error. Collective.
+class Stepper:
+    """Makes the steps of one optimizer.
 
     Args:
         coordinator: the channel of the ranks' agreements.
-        layout: the layout with which this rank will step.
-        exchange: has the checksum of operations on reduced gradients; None without a communication hook.
-        error: the error of this rank; None without one.
+        guard: keeps errors that outlive a call.
+        local: the local optimizer.
+        layouts: finds and adopts the layout.
+        buffers: broadcasts the parameters.
+        changes: finds what the user has changed.
+        metadata: lists the state of all ranks.
+        join: announces calls inside Join.
+        debugging: logs or checks every step; None if debugging is off.
+        init_state: makes the state of all ranks. Collective.
+        describe: describes the optimizer, for the log.
 
-    Raises:
-        DisagreementError: if layouts, or operations on gradients, differ between ranks.
-        PeerLostError: if a rank is gone.
-        Exception: the error of any rank, on every rank.
+    Attributes:
+        exchange: reduces gradients bucket by bucket; None without a communication hook. The engine sets it.
     """
-    done = None
-    if exchange is not None:
-        done = {"the checksum of what was done to gradients after backward()": exchange.table.norms.checksum}
-    with record_function("zeroshard::agree"):
-        check_config(coordinator, "step()", layout.config, error=error, once=done)
 
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        guard: Guard,
+        local: LocalOptimizer,
+        layouts: Layouts,
+        buffers: ParamBuffers,
+        changes: Changes,
+        metadata: StateMetadata,
+        join: JoinState,
+        debugging: StepChecks | None,
+        init_state: Callable[[], None],
+        describe: Callable[[], str],
+    ) -> None:
+        self._coordinator, self._guard, self._local, self._layouts = coordinator, guard, local, layouts
+        self._buffers, self._changes, self._metadata, self._join = buffers, changes, metadata, join
+        self._debugging, self._init_state, self._describe = debugging, init_state, describe
+        self.exchange: GradExchange | None = None
 
-def update(
-    local: LocalOptimizer, exchange: GradExchange | None, arguments: Mapping[str, Any], *, in_backward: bool
-) -> Any:  # noqa: ANN401 - what the inner step returns
-    """Update the shards that backward has not updated. Return the result of the local optimizer's step."""
-    if exchange is not None and in_backward and local.may_step_in_parts:
-        return exchange.step_rest(arguments)
-    with record_function("zeroshard::update"):
-        return local.step(arguments, exchange.buckets.bind() if exchange is not None else None)
-
-
-def broadcast_and_agree(
-    coordinator: Coordinator,
-    broadcasts: Sequence[ParamBroadcast],
-    metadata: StateMetadata,
-    digest: int | None,
-    detail: Callable[[], str],
-    failure: Exception | None,
-) -> Exception | None:
-    """Broadcast all parameters, even after a failure, and return the error of any rank. Collective.
-
-    Args:
-        coordinator: the channel of the ranks' agreements.
-        broadcasts: the broadcasts of the parameters; some may have been sent during backward.
-        metadata: lists the state; ranks exchange it if it has changed on any rank since the last exchange.
-        digest: a checksum of this rank's hyperparameters; None agrees with all.
-        detail: returns the text of the checksum.
-        failure: the error of this rank's update; None without one.
-
-    Returns:
-        The error that all ranks raise, after a complete exchange; None if no rank has one.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-        Exception: an error in the exchange itself, which is left incomplete.
-    """
-    error, found = failure, None
-    try:
-        with record_function("zeroshard::broadcast"):
-            broadcast_all(broadcasts)
-    except PeerLostError as lost:
-        error = error or lost
-    # Agree even if this rank waits for nothing, because others may still be reading its shards.
-    with record_function("zeroshard::agree"):
-        try:
-            coordinator.agree(
-                "the end of step()",
-                digest,
-                error=error,
-                detail=detail,
-                explain=explain_configs,
-                flag=metadata.has_changed(),
+    def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Make a step, or check the one that backward has made. Collective."""
+        exchange, local = self.exchange, self._local
+        early = exchange.early_steps if exchange is not None else None
+        may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
+        if may_be_torchs and not self._metadata.described and is_torchs_own_step(local.params, local.groups):
+            return self._init_state()
+        if exchange is not None and early is not None:
+            # This sends nothing, so only this rank raises its errors.
+            if closure is not None or arguments:
+                raise ValueError(
+                    "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
+                    "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
+                )
+            return exchange.accept_step()
+        error: Exception | None = None
+        if arguments and len(local.members) > 1:
+            error = TypeError(
+                f"step() takes no keyword arguments with several optimizer classes, but got {', '.join(arguments)}"
             )
-        except PeerLostError:
-            raise
-        except Exception as raised:  # noqa: BLE001 - the metadata is exchanged before it is raised
-            found = raised
-    if coordinator.flagged:
+        self._guard.check_broken()
+        if self._join.context is not None:
+            self._join.announce(Call.STEP if closure is None else Call.REFUSED, **arguments)
+        if closure is not None:
+            try:
+                with self._guard, torch.enable_grad():
+                    loss = closure()
+                arguments = {**arguments, "closure": lambda: loss}
+            except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
+                error = raised
+        return self.apply(arguments, error)
+
+    def look(self, *, as_backward_begins: bool = False) -> Seen:
+        """Return what the user changed since the last step, or an error, which the agreement raises on every rank."""
+        layout = self._layouts.layout
+        if as_backward_begins and self._changes.moved():
+            # Rebound data is copied into its buffer after the backward, which may still read the old values.
+            return Seen(layout, is_new=True)
         try:
-            metadata.exchange("the state after step()")
-        except ValueError:
-            if found is None:
+            if self.exchange is not None and not as_backward_begins:
+                self.exchange.prepare_step()
+            self._guard.check_allowed()
+            self._guard.check_capture(self._local.params, layout.plan)
+            found = self._layouts.update() if self._changes.in_model() else layout
+            self._local.check_gradients()
+            if self._guard.refused:
+                raise RuntimeError(self._guard.refused)
+        except Exception as error:  # noqa: BLE001 - the agreement raises any error on every rank
+            return Seen(layout, error=error)
+        return Seen(found, found is not layout)
+
+    def apply(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
+        """Make a step. Collective.
+
+        Args:
+            arguments: keyword arguments of the inner step.
+            error: an error of this rank before the step, which every rank raises.
+            seen: the result of :meth:`look` when the backward began that may have stepped some buckets.
+
+        Returns:
+            The result of the inner step.
+
+        Raises:
+            DisagreementError: if models were changed differently, or hyperparameters (numbers, strings, lists and dicts
+                of them) differ between ranks.
+            PeerLostError: if a rank is gone.
+            Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
+                converted or exchanged.
+        """
+        with self._guard:
+            return self._apply(arguments, error, seen or self.look(), ends_backward=seen is not None)
+
+    def _apply(self, arguments: Mapping[str, Any], error: Exception | None, seen: Seen, *, ends_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
+        coordinator, digest, failure, result = self._coordinator, None, None, None
+        error = error or seen.error
+        try:
+            digest = self._changes.read_hyperparameters()
+        except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
+            error = error or raised
+        if not seen.is_agreed:
+            self._agree_to_begin(seen.layout, error, ends_backward=ends_backward)
+            error = None
+        if coordinator.position is not None:
+            coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
+        if self.exchange is not None:
+            self.exchange.table.norms.forget()
+        # Inside Join a rank without data gets only what it needs for a step.
+        if self._debugging is not None and self.exchange is None and self._join.context is None:
+            self._debugging.compare_gradients()
+        if seen.is_new:
+            self._layouts.adopt(seen.layout)
+        if self._metadata.consolidated_to is not None:
+            self._metadata.drop_consolidated()
+        try:
+            if error is not None:
+                raise error
+            result = self._update(arguments, ends_backward=ends_backward)
+        except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and raise its error then
+            failure = raised
+        self._end(digest, failure, ends_backward=ends_backward)
+        self._changes.record_step()
+        if self._debugging is not None:
+            is_early = self.exchange is not None and self.exchange.early_steps is not None
+            buckets = self.exchange.buckets.by_index.values() if self.exchange is not None else []
+            self._debugging.compare_params(self._layouts.layout.active, keeps_state=is_early)
+            self._debugging.log([state.tensors for state in buckets], self._describe)
+        return result
+
+    def _agree_to_begin(self, layout: Layout, error: Exception | None, *, ends_backward: bool) -> None:
+        """Return if all ranks are about to make the same step, and none has an error. Collective."""
+        once = None
+        if self.exchange is not None:
+            once = {"the checksum of what was done to gradients after backward()": self.exchange.table.norms.checksum}
+        try:
+            with record_function("zeroshard::agree"):
+                check_config(self._coordinator, "step()", layout.config, error=error, once=once)
+        except (PeerLostError, DifferentCallsError) as lost:
+            if ends_backward:
+                # No rank will wait for messages that were sent early.
+                self._guard.mark_broken(lost)
+            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
+            if error is not None and isinstance(lost, PeerLostError):
+                raise error from lost
+            raise
+        except Exception:
+            # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
+            if ends_backward:
+                self._end(None, None, ends_backward=True)
+            raise
+
+    def _update(self, arguments: Mapping[str, Any], *, ends_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
+        """Update the shards that backward has not updated. Return the result of the inner step."""
+        if self.exchange is not None and ends_backward and self._local.may_step_in_parts:
+            return self.exchange.step_rest(arguments)
+        with record_function("zeroshard::update"):
+            return self._local.step(arguments, self.exchange.buckets.bind() if self.exchange is not None else None)
+
+    def _end(self, digest: int | None, failure: Exception | None, *, ends_backward: bool) -> None:
+        """Broadcast and agree; raise the error of any rank's update on every rank. Collective.
+
+        Args:
+            digest: a checksum of this rank's hyperparameters; None agrees with all.
+            failure: the error of this rank's update; None without one.
+            ends_backward: whether some buckets may have been broadcast during backward.
+        """
+        try:
+            found = self._broadcast_and_agree(digest, failure, ends_backward=ends_backward)
+        except Exception as raised:
+            if self.exchange is not None:
+                self._guard.mark_broken(raised)
+            if failure is not None and isinstance(raised, PeerLostError):
+                raise failure from raised
+            raise
+        if found is not None:
+            raise found
+
+    def _broadcast_and_agree(
+        self, digest: int | None, failure: Exception | None, *, ends_backward: bool
+    ) -> Exception | None:
+        """Broadcast all parameters, even after a failure. Return the error of any rank after a complete exchange."""
+        coordinator, metadata, error, found = self._coordinator, self._metadata, failure, None
+        sent = self.exchange.broadcasts if self.exchange is not None and ends_backward else []
+        try:
+            with record_function("zeroshard::broadcast"):
+                broadcast_all(sent or [self._buffers.broadcast])
+        except PeerLostError as lost:
+            error = error or lost
+        # Agree even if this rank waits for nothing, because others may still be reading its shards.
+        with record_function("zeroshard::agree"):
+            has_new_state = self._changes.in_entries() and metadata.has_changed()
+            try:
+                coordinator.agree(
+                    "the end of step()",
+                    digest,
+                    error=error,
+                    detail=self._to_text,
+                    explain=explain_configs,
+                    flag=has_new_state,
+                )
+            except PeerLostError:
                 raise
-    return found
+            except Exception as raised:  # noqa: BLE001 - the metadata is exchanged before it is raised
+                found = raised
+        if coordinator.flagged:
+            try:
+                metadata.exchange("the state after step()")
+            except ValueError:
+                if found is None:
+                    raise
+        return found
+
+    def _to_text(self) -> str:
+        """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
+        return with_settings(self._layouts.layout, self._changes.agreed).to_json()

@@ -71,7 +71,7 @@ class StepChecks:
         return {
             index: [digest_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(entries)]
             for index, shard in local.shards.items()
-            for entries in [local.optim.state.get(shard.tensor)]
+            for entries in [local.own_state(shard)]
         }
 
     def _compare(self, what: str, tensors: Sequence[torch.Tensor | None], operation: str) -> None:

@@ -144,7 +144,6 @@ def describe(
     """
     plan, active, ranks = layout.plan, layout.active, coordinator.ranks
     state = {index: local.state_of(shard) for index, shard in local.shards.items()}
-    others = [entries for key, entries in local.optim.state.items() if not isinstance(key, torch.Tensor)]
     tensors = tuple(
         TensorDescription(
             spec.name,
@@ -181,7 +180,7 @@ def describe(
         ),
         plan.imbalance,
         sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)),
-        sum(map(_nbytes, [*state.values(), *others])),
+        sum(map(_nbytes, [*state.values(), *local.other_state().values()])),
         tensors,
         buckets,
         _predicted(plan, active).sent_in_step[ranks.rank],

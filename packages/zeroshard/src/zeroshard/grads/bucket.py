@@ -11,7 +11,8 @@ from torch.profiler import record_function
 from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bound_gradients
+from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
+from zeroshard.local.partial_step import PartialStepper
 from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import label_in

@@ -9,16 +9,16 @@ from zeroshard.guard import Guard
 
 
 class EarlySteps:
-    """Counts the backwards that have stepped, and records their hyperparameters.
+    """Counts the backwards that have stepped.
 
     Args:
         guard: :meth:`accept_step` sets its ``refused`` before it raises.
-        checksum: returns a checksum of the hyperparameters.
+        has_new_hyperparameters: says whether a hyperparameter was changed since the last step.
     """
 
-    def __init__(self, guard: Guard, checksum: Callable[[], int]) -> None:
-        self._guard, self._checksum = guard, checksum
-        self._backwards = self._stepped_with = 0
+    def __init__(self, guard: Guard, has_new_hyperparameters: Callable[[], bool]) -> None:
+        self._guard, self._has_new_hyperparameters = guard, has_new_hyperparameters
+        self._backwards = 0
         self._unstepped = ""
         """The reason why the last backward failed to step; empty if it did not fail."""
 
@@ -32,20 +32,11 @@ class EarlySteps:
             raise
         self._unstepped = ""
         self._backwards += 1
-        self.accept_hyperparameters()
 
     @property
     def has_stepped(self) -> bool:
         """True if a backward has stepped since the last call of ``step()``."""
         return self._backwards > 0
-
-    def has_same_hyperparameters(self) -> bool:
-        """Return True if the hyperparameters equal the last backward's, or the ones accepted since."""
-        return self._checksum() == self._stepped_with
-
-    def accept_hyperparameters(self) -> None:
-        """Treat the current hyperparameters as the last backward's."""
-        self._stepped_with = self._checksum()
 
     def check_refused(self) -> None:
         """Raise a RuntimeError if an earlier call was refused, or the last backward has not stepped."""
@@ -68,7 +59,7 @@ class EarlySteps:
         found = ""
         if backwards > 1:
             found = f"{backwards} backwards have stepped since the last call of step()"
-        elif backwards and not self.has_same_hyperparameters():
+        elif backwards and self._has_new_hyperparameters():
             found = "a hyperparameter was changed after the backward that has stepped with it"
         elif backwards and edited:
             found = f"the state of {edited} was changed after the backward that has stepped with it"

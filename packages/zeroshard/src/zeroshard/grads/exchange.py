@@ -28,6 +28,7 @@ from torch.profiler import record_function
 from zeroshard_comm import BucketReduceWork, Coordinator, agreed
 
 from zeroshard._torch_private import disable_dynamo
+from zeroshard.changes import Seen
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
@@ -38,8 +39,7 @@ from zeroshard.grads.table import GradTable
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
-from zeroshard.plan.groups import check_capture
-from zeroshard.plan.layout import Layout, Seen, label_in
+from zeroshard.plan.layout import Layout, label_in
 
 _Reduced = Future[torch.Tensor]
 _PATIENCE = 5.0
@@ -68,13 +68,13 @@ class StepCalls:
     Attributes:
         look: looks at the model; the argument is True when a backward begins, and False when it ends.
         step: makes the step that ends a backward, given the result of ``look`` or None. Collective.
-        checksum: returns a checksum of the hyperparameters.
+        has_new_hyperparameters: says whether a hyperparameter was changed since the last step.
         edited_state: names a tensor whose state was edited since the last step; empty if none is known.
     """
 
     look: Callable[[bool], Seen]
     step: Callable[[Seen | None], object]
-    checksum: Callable[[], int]
+    has_new_hyperparameters: Callable[[], bool]
     edited_state: Callable[[], str]
 
 
@@ -139,7 +139,7 @@ class GradExchange:
         self.in_backward = self._may_step = self._steps_buckets = False
         self.uses_all = True
         self._seen: Seen | None = None
-        self.early_steps = EarlySteps(guard, calls.checksum) if steps_early else None
+        self.early_steps = EarlySteps(guard, calls.has_new_hyperparameters) if steps_early else None
 
     def begin_forward(self) -> None:
         """Prepare for a forward in which DDP rebuilds its buckets, and copies ``param.grad``."""
@@ -177,7 +177,7 @@ class GradExchange:
         self._guard.check_broken()
         bucket = self._numbered(bucket)
         if bucket.index == 0:
-            check_capture(self._coordinator.ranks, bucket.params, self._local.plan)
+            self._guard.check_capture(bucket.params, self._local.plan)
             self.table.begin()
         try:
             return self._send(bucket, reduce)

@@ -7,7 +7,7 @@ entries of the class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +76,8 @@ class ExtraState:
             kind.rebuild(shards)
 
     @contextmanager
-    def stepped(self, state: Mapping[Any, Any], shards: Collection[LocalShard]) -> Iterator[None]:
+    def stepped(self, own_state: Callable[[LocalShard], Any], shards: Collection[LocalShard]) -> Iterator[None]:
         """Wrap a step of the local optimizer, and list shards with a gradient. Raises if the class uses the names."""
-        if not self.kinds:
-            yield
-            return
         had_gradient = {shard.index for shard in shards if shard.tensor.grad is not None}
         try:
             yield
@@ -88,7 +85,7 @@ class ExtraState:
             for kind in self.kinds:
                 kind.end_step(shards)
         for shard in shards:
-            for name in self.names & state.get(shard.tensor, {}).keys():
+            for name in self.names & (own_state(shard) or {}).keys():
                 raise RuntimeError(
                     f"{name!r} is an entry of the optimizer class too: leave out master_weights=True or "
                     f"AveragedParameters, which keep theirs under that name"

@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from zeroshard._torch_private import foreach_copy_, version_of
+from zeroshard._torch_private import foreach_copy_
 from zeroshard.local.extra_state import MASTER, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
 
 
 class MasterWeights(ExtraEntries):
-    """Holds the master weights of this rank, which are tensors of the local optimizer.
+    """Holds the master weights of this rank, which are tensors of the local optimizer; ``shards`` have one.
 
     After a step a parameter always has its master's rounded values. If it has other values before the next step, for
     example because a model was loaded or averaged, the master adopts them.
@@ -25,15 +25,13 @@ class MasterWeights(ExtraEntries):
     names = (MASTER,)
 
     def __init__(self) -> None:
-        self._shards: list[LocalShard] = []
+        self.shards: list[LocalShard] = []
         self._entries: dict[int, Mapping[str, torch.Tensor]] = {}
-        self._versions: list[int] = []
 
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Adopt this rank's shards, with or without a master."""
-        self._shards = [shard for shard in shards if shard.is_master]
-        self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self._shards}
-        self._versions = []
+        self.shards = [shard for shard in shards if shard.is_master]
+        self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self.shards}
 
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
         """Return the master of a shard, if it has one."""
@@ -42,28 +40,19 @@ class MasterWeights(ExtraEntries):
     def load(self, loaded: Loaded) -> None:
         """Adopt loaded masters; a shard without one adopts its parameter's values."""
         with torch.no_grad():
-            for shard in self._shards:
+            for shard in self.shards:
                 shard.tensor.copy_(loaded.get(shard.index, {}).get(MASTER, shard.local_view))
-        self._versions = []
 
     def refresh(self) -> None:
-        """Adopt values written to parameters since :meth:`record_written`, except writes through ``.data``."""
-        versions = [version_of(shard.param) for shard in self._shards]
-        if versions == self._versions:
-            return
+        """Adopt values that were written to parameters, where these differ from the rounded masters."""
         with torch.no_grad():
-            for shard in self._shards:
+            for shard in self.shards:
                 master, values = shard.tensor, shard.local_view
                 master.copy_(torch.where(master.to(values.dtype) == values, master, values))
-        self._versions = versions
-
-    def record_written(self) -> None:
-        """Record that parameters have the masters' values, at the end of a step."""
-        self._versions = [version_of(shard.param) for shard in self._shards]
 
     def round(self, shards: Collection[LocalShard] | None = None) -> None:
         """Write the masters of some shards, or of all, to their parameters."""
-        chosen = self._shards if shards is None else [shard for shard in shards if shard.is_master]
+        chosen = self.shards if shards is None else [shard for shard in shards if shard.is_master]
         if chosen:
             with torch.no_grad():
                 foreach_copy_([shard.local_view for shard in chosen], [shard.tensor for shard in chosen])

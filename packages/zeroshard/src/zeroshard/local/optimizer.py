@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -14,7 +16,6 @@ from zeroshard_core import Plan
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
-from zeroshard.local.several import SeveralOptimizers
 from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.plan.eligibility import (
     check_class_uncoupled,
@@ -33,17 +34,20 @@ Closure = Callable[[], Any]
 class LocalOptimizer:
     """Owns the inner optimizers, one for each class of the param groups, and the shards they work on.
 
-    Only this class changes the members of the inner optimizers' param groups; hyperparameters are synced by
-    :func:`sync_groups`. The state changes in a step, ``train()`` or ``eval()`` of the inner optimizer; outside of
-    steps, by :class:`zeroshard.state.checkpoints.Checkpoints`; when shards come and go, by :meth:`rebuild`; in
+    The param groups of the inner optimizers are the public dicts, which list parameters. While a class steps, or its
+    ``state_dict()`` runs, they list this rank's shards; see :meth:`exchanged`.
+
+    The state changes in a step, ``train()`` or ``eval()`` of an inner optimizer; outside of steps, by
+    :class:`zeroshard.state.checkpoints.Checkpoints`; when shards come and go, by :meth:`rebuild`; in
     :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
 
     Attributes:
         members: the inner optimizers, in the order in which their classes appear in the param groups.
-        optim: the only inner optimizer, or all as one.
+        assignment: for each param group, the index of its inner optimizer.
         extra: the state that this package adds to the class's.
         masters: the master weights; empty without ``master_weights``.
         shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
+        local_groups: for each param group, its ``"params"`` and ``"param_names"`` on this rank.
         plan: the plan in use; see :meth:`use`.
         params: all parameters, by tensor index.
         classes: the class of each param group.
@@ -56,29 +60,133 @@ class LocalOptimizer:
         if policy.master_weights:
             self.extra.add(self.masters)
         self.shards: dict[int, LocalShard] = {}
-        self._is_detached = False
-        members = self._members(groups, plan)
+        self._is_detached, self._depth = False, 0
+        self._checked: list[int] = []
         self.use(groups, plan)
-        local = [_local_group(*group) for group in zip(groups, members, strict=True)]
-        self.members = self._built(local, policy.classes)
-        for number, own in enumerate(assign(policy.classes)):
-            check_hyperparameters(f"param group {number}", groups[number], self.members, self.members[own])
-        self._join(policy.classes)
-        self._accept(chain.from_iterable(members))
+        self.members: list[optim.Optimizer] = []
+        self.classes, self.assignment = policy.classes, assign(policy.classes)
+        self._accept(self._members(groups, plan))
+        written = [dict(group) for group in groups]
+        with self.exchanged():
+            self._add(self._built(groups, policy.classes))
+        for number, own in enumerate(self.assignment):
+            check_hyperparameters(f"param group {number}", written[number], self.members, self.members[own])
+        self.publish_groups()
 
     def use(self, groups: list[ParamGroup], plan: Plan) -> None:
         """Record a plan that has the same shards, and the parameters of the groups."""
         self.plan, self.params, self.groups = plan, parameters_of(groups), groups
+
+    # ------------------------------------------------------------------ param groups
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Let the param groups list this rank's shards in place of parameters, in the block."""
+        self._list_shards()
+        try:
+            yield
+        finally:
+            self._list_params()
+
+    def _list_shards(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._public = [{key: group[key] for key in MEMBERS if key in group} for group in self.groups]
+            for group, own in zip(self.groups, self.local_groups, strict=True):
+                group.update(own)
+
+    def _list_params(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            for group, own in zip(self.groups, self._public, strict=True):
+                group.update(own)
+
+    def use_groups(self) -> None:
+        """Give the inner optimizers the public groups that the user has put in place of others.
+
+        Raises:
+            ValueError: if their number has changed.
+        """
+        if len(self.groups) != len(self.assignment):
+            raise ValueError(
+                f"there are {len(self.groups)} param groups where there should be {len(self.assignment)}: add groups "
+                f"with add_param_group(), and build a new optimizer to remove them"
+            )
+        for number, member in enumerate(self.members):
+            pairs = zip(self.groups, self.assignment, strict=True)
+            # In place, because an optimizer that wraps another may share the list with it.
+            member.param_groups[:] = [group for group, own in pairs if own == number]
+
+    def publish_groups(self) -> None:
+        """Make the inner optimizers' groups the public ones, where a class has made dicts of its own."""
+        for number, inner in enumerate(self.inner_groups()):
+            group = self.groups[number]
+            if inner is not group:
+                inner.update({key: value for key, value in group.items() if key in MEMBERS or key not in inner})
+                self.groups[number] = inner
+
+    def inner_groups(self) -> list[ParamGroup]:
+        """Return the inner optimizers' groups, in the order of the public ones."""
+        rest = [iter(member.param_groups) for member in self.members]
+        return [next(rest[number]) for number in self.assignment]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the first inner optimizer that all of them have."""
+        first, *others = self.members
+        return {key: value for key, value in first.defaults.items() if all(key in each.defaults for each in others)}
+
+    def with_defaults(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+        """Return copies of groups, one for each public group, with the defaults of their classes."""
+        pairs = zip(groups, self.assignment, strict=True)
+        return [{**self.members[number].defaults, **group} for group, number in pairs]
+
+    # ------------------------------------------------------------------ state
+
+    def member_of(self, index: int) -> optim.Optimizer:
+        """Return the inner optimizer that steps a tensor."""
+        return self.members[self.assignment[self.plan.tensors[index].group]]
+
+    def own_state(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
+        """Return the class's own dict of a shard's state; None if there is none."""
+        return self.member_of(shard.index).state.get(shard.tensor)
+
+    def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
+        """Return the state of a shard, the class's own dict if there are no extra entries; None if there is none."""
+        own, extra = self.own_state(shard), self.extra.entries(shard)
+        return {**(own or {}), **extra} if extra else own
+
+    @property
+    def states(self) -> list[MutableMapping[Any, Any]]:
+        """The state of each inner optimizer, by shard; a class may keep other keys."""
+        return [member.state for member in self.members]
+
+    def other_state(self) -> dict[Any, Any]:
+        """Return the state that belongs to no parameter, by its own keys."""
+        items = chain.from_iterable(state.items() for state in self.states)
+        return {key: value for key, value in items if not isinstance(key, torch.Tensor)}
+
+    def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Replace the state of all shards."""
+        for member in self.members:
+            member.state = defaultdict(dict)
+        for shard in self.shards.values():
+            if shard.tensor in state:
+                self.member_of(shard.index).state[shard.tensor] = state[shard.tensor]
+
+    # ------------------------------------------------------------------ shards
 
     @property
     def may_step_in_parts(self) -> bool:
         """True if the inner optimizers may step some shards at a time."""
         return all(map(may_step_in_parts, self.members))
 
-    def dry_run(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
-        """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now."""
-        built = self._built([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
-        check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, *built], built[0])
+    def dry_run(self, plan: Plan, classes: Sequence[GroupClass]) -> dict[str, Any]:
+        """Build another optimizer for the last group, so that errors of its class occur now; return its defaults."""
+        groups = self.groups
+        [built] = self._built([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
+        check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, built], built)
+        return built.defaults
 
     def rebuild(self, groups: list[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
         """Adopt a plan that adds groups, or in which tensors without state lie differently in memory."""
@@ -86,28 +194,31 @@ class LocalOptimizer:
         self.use(groups, plan)
         known = {shard.tensor for shard in self.shards.values()}
         arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
-        assignment = assign(classes)
-        for number in range(len(self.optim.param_groups), len(groups)):
-            added = _local_group(groups[number], members[number])
-            if assignment[number] < len(self.members):
-                self.members[assignment[number]].add_param_group(added)
-            else:
-                self.members += self._built([added], [classes[number]])
-        self._join(classes)
-        for local, group, of_group in zip(self.optim.param_groups, groups, members, strict=True):
-            local.update(_membership(group, of_group))
-        self._accept(chain.from_iterable(members))
+        first = len(self.assignment)
+        self.classes, self.assignment = classes, assign(classes)
+        self._accept(members)
+        with self.exchanged():
+            for number in range(first, len(groups)):
+                if self.assignment[number] < len(self.members):
+                    self.members[self.assignment[number]].add_param_group(groups[number])
+                else:
+                    self._add(self._built([groups[number]], [classes[number]]))
+        self.publish_groups()
         kept = {shard.tensor for shard in self.shards.values()}
-        for state in [member.state for member in self.members]:
+        for state in self.states:
             for key in [key for key in state if isinstance(key, torch.Tensor) and key not in kept]:
                 del state[key]
         # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
-        missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
+        missing = [shard for shard in arrived if not self.own_state(shard)]
         if missing:
             numbers = [plan.tensors[shard.index].group for shard in missing]
             alone = [_local_group(groups[number], [shard]) for number, shard in zip(numbers, missing, strict=True)]
+            made = {}
             for built in self._built(alone, [classes[number] for number in numbers]):
-                self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
+                made.update({tensor: state for tensor, state in built.state.items() if state})
+            for shard in missing:
+                if shard.tensor in made:
+                    self.member_of(shard.index).state[shard.tensor] = made[shard.tensor]
 
     def rebind(self) -> None:
         """Point detached shards at their parameters' current storage, and freeze or unfreeze them like these."""
@@ -120,19 +231,20 @@ class LocalOptimizer:
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
         before, self._is_detached = self.shards.values(), True
-        self._accept([s if s.is_detached else LocalShard.of(s.shard, s.param, detached=True) for s in before])
-        moved = {shard.tensor: self.shards[shard.index].tensor for shard in before}
-        for state in [member.state for member in self.members]:
-            for old, new in moved.items():
-                if old is not new and old in state:
-                    state[new] = state.pop(old)
-        for group in self.optim.param_groups:
-            group["params"] = [moved[tensor] for tensor in group["params"]]
+        members: list[list[LocalShard]] = [[] for _ in self.groups]
+        for shard in before:
+            found = shard if shard.is_detached else LocalShard.of(shard.shard, shard.param, detached=True)
+            members[self.plan.tensors[shard.index].group].append(found)
+        self._accept(members)
+        for old in before:
+            state, new = self.member_of(old.index).state, self.shards[old.index]
+            if old is not new and old.tensor in state:
+                state[new.tensor] = state.pop(old.tensor)
 
     def check_not_converted(self, before: Plan, now: Plan) -> None:
         """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
         for index, shard in self.shards.items():
-            has_state = shard.is_master or bool(self.optim.state.get(shard.tensor))
+            has_state = shard.is_master or bool(self.own_state(shard))
             if has_state and not same_place(before.tensors[index], now.tensors[index]):
                 raise ValueError(
                     f"{label_in(now, index)} has optimizer state, and has changed its dtype, device or memory format: "
@@ -150,19 +262,51 @@ class LocalOptimizer:
                     f"but is cut over several ranks; use partition='whole' for models with sparse gradients"
                 )
 
+    # ------------------------------------------------------------------ steps
+
     def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizers, and call their own hooks; ``unbound`` shards take their parameters' gradients."""
         unbound = self._detached if unbound is None else unbound
-        with bound_gradients(unbound), self.extra.stepped(self.optim.state, self.shards.values()):
-            result, *_ = [_step(member, arguments) for member in self.members]
-            if isinstance(self.optim, SeveralOptimizers):
-                self.optim.check_keys()
-            return result
+        with bound_gradients(unbound), self.keeping_extra(self.shards.values()):
+            result, *_ = [self._step(member, arguments) for member in self.members]
+        if len(self.members) > 1:
+            self._check_keys()
+        return result
 
-    def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
-        """Return the state of a shard, the class's own dict if there are no extra entries; None if there is none."""
-        own, extra = self.optim.state.get(shard.tensor), self.extra.entries(shard)
-        return {**(own or {}), **extra} if extra else own
+    def keeping_extra(self, shards: Collection[LocalShard]) -> AbstractContextManager[None]:
+        """Return a context for a step of some shards, which keeps their extra entries up to date."""
+        return self.extra.stepped(self.own_state, shards) if self.extra.kinds else nullcontext()
+
+    def _step(self, inner: optim.Optimizer, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what it returns
+        if "step" in vars(inner):
+            with self.exchanged():
+                return inner.step(**arguments)
+        positional: tuple[Any, ...] = (inner,)
+        keywords = dict(arguments)
+        for pre_hook in list(step_pre_hooks(inner).values()):
+            changed = pre_hook(inner, positional, keywords)
+            if changed is not None:
+                positional, keywords = changed
+        with self.exchanged():
+            # Call it without the wrapper, so that hooks for all optimizers are called once per step.
+            result = unwrapped_step(type(inner))(*positional, **keywords)
+        for post_hook in list(step_post_hooks(inner).values()):
+            post_hook(inner, positional, keywords)
+        return result
+
+    def _check_keys(self) -> None:
+        """Raise a RuntimeError if one of several classes keeps state of no parameter, which no checkpoint can hold."""
+        counts = [len(state) for state in self.states]
+        if counts == self._checked:
+            return
+        for member in self.members:
+            for key in member.state:
+                if not isinstance(key, torch.Tensor):
+                    raise RuntimeError(
+                        f"{type(member).__name__} keeps state under the key {key!r}, which belongs to no parameter: "
+                        f"that is not supported with several optimizer classes"
+                    )
+        self._checked = counts
 
     def state_after_a_step(
         self, groups: Sequence[ParamGroup], step: Callable[[optim.Optimizer], None]
@@ -172,6 +316,8 @@ class LocalOptimizer:
         for each in built:
             step(each)
         return {key: entries for each in built for key, entries in each.state.items()}
+
+    # ------------------------------------------------------------------ construction
 
     def _built(self, groups: Sequence[ParamGroup], classes: Sequence[GroupClass]) -> list[optim.Optimizer]:
         """Build an optimizer for each class, over its groups, with the user's arguments."""
@@ -194,10 +340,12 @@ class LocalOptimizer:
             built.append(made)
         return built
 
-    def _join(self, classes: Sequence[GroupClass]) -> None:
-        self.classes = classes
-        several = len(self.members) > 1
-        self.optim: Any = SeveralOptimizers(self.members, assign(classes)) if several else self.members[0]
+    def _add(self, built: Iterable[optim.Optimizer]) -> None:
+        """Add inner optimizers. Their ``state_dict()``, which scripts for torch's class call, has this rank's shards."""
+        for inner in built:
+            inner.register_state_dict_pre_hook(_weakly(self._list_shards))
+            inner.register_state_dict_post_hook(_weakly(self._list_params))
+            self.members.append(inner)
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
         """Return the shards of this rank for each group, and keep shards that exist already."""
@@ -211,54 +359,13 @@ class LocalOptimizer:
             members[plan.tensors[shard.tensor].group].append(known)
         return members
 
-    def _accept(self, shards: Iterable[LocalShard]) -> None:
-        self.shards = {shard.index: shard for shard in shards}
+    def _accept(self, members: Sequence[Sequence[LocalShard]]) -> None:
+        """Adopt the shards of each group."""
+        self.shards = {shard.index: shard for of_group in members for shard in of_group}
+        self.local_groups = [_membership(*each) for each in zip(self.groups, members, strict=True)]
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
         self.extra.rebuild([*self.shards.values()])
-
-
-class PartialStepper:
-    """Steps some shards of a local optimizer, on copies that share its state and have only these in their groups."""
-
-    def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._local, self._shards = local, shards
-        chosen = {shard.tensor for shard in shards}
-        self._parts: list[tuple[optim.Optimizer, optim.Optimizer, list[tuple[int, ParamGroup]]]] = []
-        for inner in local.members:
-            groups: list[tuple[int, ParamGroup]] = []
-            for number, group in enumerate(inner.param_groups):
-                places = [place for place, tensor in enumerate(group["params"]) if tensor in chosen]
-                if places:
-                    narrowed = {key: [group[key][place] for place in places] for key in MEMBERS if key in group}
-                    groups.append((number, narrowed))
-            if groups:
-                self._parts.append((inner, object.__new__(type(inner)), groups))
-
-    def step(self, arguments: Mapping[str, Any]) -> None:
-        """Step the shards that have a gradient, with the hyperparameters that the inner optimizers have now."""
-        for inner, copied, groups in self._parts:
-            for number, narrowed in groups:
-                narrowed.update(hyperparameters_of(inner.param_groups[number]))
-            vars(copied).update(vars(inner))
-            copied.param_groups = [narrowed for _, narrowed in groups]
-        if not self._parts:
-            return
-        # Grad mode is per thread: the worker thread would record a graph.
-        with torch.no_grad(), self._local.extra.stepped(self._local.optim.state, self._shards):
-            for inner, copied, _ in self._parts:
-                unwrapped_step(type(inner))(copied, **arguments)
-
-
-def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup]) -> None:
-    """Copy every attribute but the members from each group to its counterpart; ValueError if their numbers differ."""
-    if len(source) != len(target):
-        raise ValueError(
-            f"there are {len(source)} param groups where there should be {len(target)}: add groups with "
-            f"add_param_group(), and build a new optimizer to remove them"
-        )
-    for from_group, to_group in zip(source, target, strict=True):
-        to_group.update({key: value for key, value in from_group.items() if key not in MEMBERS})
 
 
 @contextmanager
@@ -280,20 +387,16 @@ def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def _step(inner: optim.Optimizer, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what it returns
-    if "step" in vars(inner):
-        return inner.step(**arguments)
-    positional: tuple[Any, ...] = (inner,)
-    keywords = dict(arguments)
-    for pre_hook in list(step_pre_hooks(inner).values()):
-        changed = pre_hook(inner, positional, keywords)
-        if changed is not None:
-            positional, keywords = changed
-    # Call it without the wrapper, so that hooks for all optimizers are called once per step.
-    result = unwrapped_step(type(inner))(*positional, **keywords)
-    for post_hook in list(step_post_hooks(inner).values()):
-        post_hook(inner, positional, keywords)
-    return result
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method of an object that it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*_: object) -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return hook
 
 
 def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:

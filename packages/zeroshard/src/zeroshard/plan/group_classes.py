@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +68,10 @@ class GroupClass:
         )
 
     def build(self, groups: Iterable[ParamGroup]) -> optim.Optimizer:
-        """Build an optimizer over param groups of this class."""
+        """Build an optimizer over param groups of this class, which keeps these dicts unless the class copies them."""
         given = list(groups)
         try:
-            return self.factory([dict(group) for group in given], **self.defaults)
+            return self.factory(given, **self.defaults)
         except Exception:
             own = [{key: group[key] for key in group if key not in _ADDED} for group in given]
             if own == given:
@@ -117,6 +117,31 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
         cost,
     )
     return {key: value for key, value in group.items() if key not in OPTIONS}, found
+
+
+@contextmanager
+def adopting_dicts() -> Iterator[Callable[[object, ParamGroup], ParamGroup]]:
+    """Yield a function that makes the caller's dict the param group, as torch does; if the block raises, restore it.
+
+    A dict with :data:`OPTIONS` stays the caller's, who may use it for another optimizer: a copy without them is the
+    group.
+    """
+    adopted: list[tuple[ParamGroup, ParamGroup]] = []
+
+    def adopt(given: object, group: ParamGroup) -> ParamGroup:
+        if type(given) is not dict or not given.keys().isdisjoint(OPTIONS):
+            return group
+        adopted.append((given, dict(given)))
+        given.update(group)
+        return given
+
+    try:
+        yield adopt
+    except BaseException:
+        for given, before in adopted:
+            given.clear()
+            given.update(before)
+        raise
 
 
 def assign(classes: Iterable[GroupClass]) -> tuple[int, ...]:

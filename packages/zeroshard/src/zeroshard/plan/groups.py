@@ -8,8 +8,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from zeroshard_comm import RankGroup
-from zeroshard_core import Plan, TensorSpec, is_dense
+from zeroshard_core import TensorSpec, is_dense
 
 ParamGroup = dict[str, Any]
 
@@ -92,24 +91,6 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
             "the members of param_groups are not those that the optimizer was built with; "
             "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
         )
-
-
-def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor], plan: Plan) -> None:
-    """Raise a RuntimeError if a CUDA graph is being captured whose replay would leave out communication."""
-    if not is_captured(params) or ranks.world_size == 1:
-        return
-    if ranks.backend("cuda") != "nccl" or any(len(owners) > 1 for owners in plan.owners):
-        raise RuntimeError(
-            "step() of a sharded optimizer can be captured in a CUDA graph only over the backend 'nccl', and if no "
-            "tensor is cut: others travel through the host, which a replay leaves out, or in buffers that other steps "
-            "use. Use nccl and partition='whole', or capture forward and backward alone, for example by "
-            "torch.cuda.make_graphed_callables"
-        )
-
-
-def is_captured(params: Sequence[torch.Tensor]) -> bool:
-    """Return True if a CUDA graph captures the current operations on these parameters."""
-    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def specs_of(

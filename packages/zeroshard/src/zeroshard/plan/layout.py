@@ -118,23 +118,6 @@ class Layout:
     config: ShardingConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The layout that a rank finds before a step.
-
-    Attributes:
-        layout: the layout that fits the model now.
-        is_new: whether the layout differs from the one in use.
-        error: the error on this rank; None if there is none.
-        is_agreed: whether all ranks have agreed, during backward, to step with the layout in use.
-    """
-
-    layout: Layout
-    is_new: bool = False
-    error: Exception | None = None
-    is_agreed: bool = False
-
-
 def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
     """Return the first layout of an optimizer."""
     return next_layout(policy, None, groups)

@@ -235,7 +235,7 @@ def check_state_dict(
     for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
         by_name = isinstance(key, str)
         where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
-        is_unstepped = not metadata.is_empty and index not in metadata
+        is_unstepped = bool(metadata.described) and index not in metadata.described
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:

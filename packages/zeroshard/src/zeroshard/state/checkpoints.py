@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from zeroshard_comm import Coordinator, agreed
 
-from zeroshard.local.optimizer import LocalOptimizer, sync_groups
-from zeroshard.plan.hyperparameters import Hyperparameters
+from zeroshard.changes import Changes
+from zeroshard.layouts import Layouts
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.layout import Layout, with_settings
 from zeroshard.state.check import StateSchema
 from zeroshard.state.consolidate import describe_state, gather_state
 from zeroshard.state.initialize import has_state, make_state
 from zeroshard.state.load import check_load, explain_load, install, receive_part
 from zeroshard.state.metadata import StateMetadata
-
-
-@dataclass(frozen=True)
-class LayoutCalls:
-    """The functions of the layout that checkpoints call. They do not keep the optimizer alive.
-
-    Attributes:
-        current: returns the layout in use.
-        update: returns the layout that fits the user's changes, or raises the error that they cause on this rank.
-        adopt: adopts a layout on which all ranks agree.
-    """
-
-    current: Callable[[], Layout]
-    update: Callable[[], Layout]
-    adopt: Callable[[Layout], None]
 
 
 class Checkpoints:
@@ -40,8 +25,8 @@ class Checkpoints:
         coordinator: agrees on the process group.
         local: has the state of this rank.
         metadata: knows the state of all ranks.
-        hyperparameters: knows what the user has written to param groups.
-        layouts: see :class:`LayoutCalls`.
+        changes: knows what the user has written to param groups.
+        layouts: finds and adopts the layout.
     """
 
     def __init__(
@@ -49,22 +34,22 @@ class Checkpoints:
         coordinator: Coordinator,
         local: LocalOptimizer,
         metadata: StateMetadata,
-        hyperparameters: Hyperparameters,
-        layouts: LayoutCalls,
+        changes: Changes,
+        layouts: Layouts,
     ) -> None:
         self._coordinator, self._local, self._metadata = coordinator, local, metadata
-        self._hyperparameters, self._layouts, self._schema = hyperparameters, layouts, StateSchema()
+        self._changes, self._layouts, self._schema = changes, layouts, StateSchema()
 
     def consolidate(self, target: int, to: object) -> None:
         """Gather the state of all ranks on rank ``target``, which is -1 if ``to`` is not an integer. Collective."""
         coordinator, metadata, plan = self._coordinator, self._metadata, self._local.plan
         with agreed(coordinator, f"consolidate_state_dict(to={target})") as proposal:
-            proposal.set(self._layouts.current().config)
+            proposal.set(self._layouts.layout.config)
             if not 0 <= target < plan.world_size:
                 raise ValueError(
                     f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
                 )
-            manifest = describe_state(self._local, self._hyperparameters, coordinator.ranks.rank)
+            manifest = describe_state(self._local, self._changes, coordinator.ranks.rank)
         metadata.drop_consolidated()
         metadata.consolidated = gather_state(coordinator, plan, manifest, target)
         metadata.consolidated_to = target
@@ -78,7 +63,7 @@ class Checkpoints:
             proposal.flag = has_state(local)
         if not self._coordinator.flagged:
             self._replace_state(layout, "init_state()", lambda: make_state(local))
-            metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in local.params)
+            metadata.keeps_none = not metadata.described and any(param.requires_grad for param in local.params)
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
         """Load what ``read`` returns, on all ranks or none. Return False if all pass an empty dict. Collective."""
@@ -95,13 +80,14 @@ class Checkpoints:
         part = receive_part(coordinator, found, metadata.consolidated_to)
         self._replace_state(layout, "load_state_dict()", lambda: install(local, part))
         local.extra.end_load()
-        sync_groups(local.optim.param_groups, local.groups)
+        local.publish_groups()
+        self._changes.forget_masters()
         return True
 
     def _replace_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
         """Adopt a layout on which ranks agree, and install state on all ranks, or on none. Collective.
 
-        ``install`` replaces the state and the param groups of the local optimizer. It must not change the old ones,
+        ``install`` replaces the state and the param groups of inner optimizers. It must not change the old ones,
         because an error restores them.
         """
         before = [(member, member.state, member.param_groups) for member in self._local.members]

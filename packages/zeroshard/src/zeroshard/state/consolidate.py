@@ -13,9 +13,9 @@ import torch
 from zeroshard_comm import Coordinator, Manifest, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
-from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.changes import Changes
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.groups import ParamGroup, pack_groups
-from zeroshard.plan.hyperparameters import Hyperparameters
 from zeroshard.plan.layout import label_in
 from zeroshard.state.serialization import PLAIN, Described, Key, describe_entries, part_dtype, read_value, write_value
 
@@ -35,7 +35,7 @@ class Consolidated:
     written: Mapping[int, Mapping[str, Any]]
 
 
-def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank: int) -> Manifest:
+def describe_state(local: LocalOptimizer, changes: Changes, rank: int) -> Manifest:
     """Describe all state of this rank: state of its shards and of no parameter, and values that steps wrote to groups.
 
     Raises:
@@ -43,14 +43,14 @@ def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank
         Exception: if a value of a param group cannot be copied, as ``state_dict()`` copies it on the receiving rank.
     """
     groups = local.groups
-    sync_groups(groups, local.optim.param_groups)
+    local.use_groups()
     tensors, owned = list[torch.Tensor](), []
     for index, shard in local.shards.items():
         entries, name = local.state_of(shard) or {}, local.plan.tensors[index].name
         owned.append(describe_entries(shard, entries, name, tensors))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}")
-        for key, value in local.optim.state.items()
+        for key, value in local.other_state().items()
         if isinstance(key, str)
     }
     plan, lowest = local.plan, dict[int, int]()
@@ -58,7 +58,7 @@ def describe_state(local: LocalOptimizer, hyperparameters: Hyperparameters, rank
         lowest[spec.group] = min(lowest.get(spec.group, plan.world_size), *owners)
     written = []
     for number in [number for number, owner in lowest.items() if owner == rank]:
-        for key, value in hyperparameters.unchanged(number, groups[number]).items():
+        for key, value in changes.unchanged(number, groups[number]).items():
             # The receiver keeps its own value if this one cannot be sent, or would arrive as another type.
             found = list[torch.Tensor]()
             with suppress(StateMapError):

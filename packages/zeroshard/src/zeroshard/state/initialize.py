@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ from zeroshard.state.placeholder import TensorWithoutValues
 
 def has_state(local: LocalOptimizer) -> bool:
     """Return True if this rank has any state."""
-    return any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
+    return any(any(state.values()) for state in local.states) or any(map(local.state_of, local.shards.values()))
 
 
 def make_state(local: LocalOptimizer) -> None:
     """Make the state of this rank's trainable shards."""
-    local.optim.state = defaultdict(dict, _state_after_a_step(local))
+    local.replace_state(_state_after_a_step(local))
     local.extra.list_entries(shard for shard in local.shards.values() if shard.param.requires_grad)
 
 
@@ -43,8 +42,8 @@ def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:
             copied = copies[shard.tensor] = torch.nn.Parameter(shard.tensor.detach().clone())
             copied.grad = torch.zeros_like(copied)
     groups = [
-        {**hyperparameters_of(group), "params": [copies[tensor] for tensor in group["params"] if tensor in copies]}
-        for group in local.optim.param_groups
+        {**hyperparameters_of(group), "params": [copies[tensor] for tensor in own["params"] if tensor in copies]}
+        for group, own in zip(local.groups, local.local_groups, strict=True)
     ]
 
     def step(built: optim.Optimizer) -> None:

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 from zeroshard_core import TensorSpec
 
+from zeroshard.changes import Changes
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
 from zeroshard.plan.groups import pack_groups
-from zeroshard.plan.hyperparameters import Hyperparameters
 from zeroshard.state.consolidate import copy_groups
 from zeroshard.state.metadata import StateMetadata, label_of
 from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
@@ -69,9 +69,9 @@ def check_whole(checkpoint: object) -> None:
         check_whole(item)
 
 
-def list_state(local: LocalOptimizer, metadata: StateMetadata, hyperparameters: Hyperparameters) -> StateDict:
+def list_state(local: LocalOptimizer, metadata: StateMetadata, changes: Changes) -> StateDict:
     """List the whole state in the form of the unsharded optimizer's state dict, without communication."""
-    plan, inner = local.plan, local.optim.state
+    plan = local.plan
     # List the groups as they are now, as the unsharded optimizer and the other ranks do.
     packed = pack_groups(local.groups)
     if metadata.consolidated is not None:
@@ -80,7 +80,7 @@ def list_state(local: LocalOptimizer, metadata: StateMetadata, hyperparameters: 
         listed = []
         for number, group in enumerate(packed):
             # A value that was written on this rank since the step, even after the consolidation, takes precedence.
-            unchanged = hyperparameters.unchanged(number, group)
+            unchanged = changes.unchanged(number, group)
             written = whole.written.get(number, {}).items()
             listed.append({**group, **{key: value for key, value in written if key in unchanged}})
         return {"state": state, "param_groups": copy_groups(listed)}
@@ -93,9 +93,9 @@ def list_state(local: LocalOptimizer, metadata: StateMetadata, hyperparameters: 
         own = local.state_of(shard) if shard is not None else None
         if shard is not None and own is not None:
             state[index] = _own_entries(shard, spec, own)
-        elif (shard is None and index in metadata) or spec.group in stateful:
+        elif (shard is None and index in metadata.described) or spec.group in stateful:
             state[index] = metadata.placeholders(index)
-    state |= {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
+    state |= local.other_state()
     if plan.world_size == 1 or not (state or metadata.has_changed()):
         return {"state": state, "param_groups": packed}
     return PartialState({"state": PartialState(state), "param_groups": packed})

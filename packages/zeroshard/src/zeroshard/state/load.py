@@ -153,13 +153,20 @@ def explain_load(here: str, there: str, rank: int, other: int) -> str:
 
 
 def install(local: LocalOptimizer, part: ShardState) -> None:
-    """Pass state to the inner optimizer's own ``load_state_dict()``, which casts and moves it."""
-    inner = local.optim
-    position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}
-    pairs = zip(part.groups, inner.param_groups, strict=True)
-    packed = pack_groups([{**saved, "params": group["params"]} for saved, group in pairs])
-    by_position = {
-        position[local.shards[key].tensor] if isinstance(key, int) else key: entries
-        for key, entries in local.extra.begin_load(part.state).items()
-    }
-    inner.load_state_dict({"state": by_position, "param_groups": packed})
+    """Pass state to the inner optimizers' own ``load_state_dict()``, which casts and moves it.
+
+    Afterwards they may have other groups than the public ones, until :meth:`LocalOptimizer.publish_groups`.
+    """
+    loaded = local.extra.begin_load(part.state)
+    for number, member in enumerate(local.members):
+        own = [group for group, owner in enumerate(local.assignment) if owner == number]
+        tensors = parameters_of([local.local_groups[group] for group in own])
+        position = {tensor: place for place, tensor in enumerate(tensors)}
+        state = {key: entries for key, entries in loaded.items() if not isinstance(key, int)}
+        for key in loaded.keys() - state.keys():
+            tensor = local.shards[key].tensor
+            if tensor in position:
+                state[position[tensor]] = loaded[key]
+        saved = [{**part.groups[group], "params": local.local_groups[group]["params"]} for group in own]
+        with local.exchanged():
+            member.load_state_dict({"state": state, "param_groups": pack_groups(saved)})

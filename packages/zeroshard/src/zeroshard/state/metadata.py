@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from zeroshard_comm import Coordinator, agreed, all_gather_text
 from zeroshard_core import TensorSpec
 
+from zeroshard.changes import Changes
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.state.placeholder import StatePlaceholder, inner_tensors, map_leaves
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value
@@ -26,18 +26,19 @@ class StateMetadata:
     Args:
         coordinator: agrees on the process group.
         local: has the state of this rank.
+        changes: knows whether this rank's entries have changed.
 
     Attributes:
+        described: the entries of each parameter that has state on any rank, by tensor index.
         consolidated_to: the rank that has the consolidated state; None if no rank has consolidated since the last step.
         consolidated: the whole state, and the values that steps wrote to param groups, on that rank; None elsewhere.
         keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
-    def __init__(self, coordinator: Coordinator, local: LocalOptimizer) -> None:
-        self._coordinator, self._local = coordinator, local
-        self._described: dict[int, Described] = {}
+    def __init__(self, coordinator: Coordinator, local: LocalOptimizer, changes: Changes) -> None:
+        self._coordinator, self._local, self._changes = coordinator, local, changes
+        self.described: dict[int, Described] = {}
         self._told = "{}"
-        self._seen: list[Any] = []
         self.keeps_none = False
         self.drop_consolidated()
 
@@ -50,29 +51,25 @@ class StateMetadata:
         """Forget the entries of a parameter, or of all, which all ranks drop; the next step exchanges the rest."""
         self._told = ""
         if index is None:
-            self._described.clear()
+            self.described.clear()
         else:
-            self._described.pop(index, None)
+            self.described.pop(index, None)
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no rank has any state."""
-        return not self._described
-
-    def __contains__(self, index: int) -> bool:
-        """Return True if the parameter with this tensor index has state on any rank."""
-        return index in self._described
+    def ever_trained(self) -> tuple[bool, ...]:
+        """Return for each tensor whether it was trainable in a step or has state on any rank; equal on all ranks."""
+        tensors = self._local.plan.tensors
+        return tuple([spec.trainable or index in self.described for index, spec in enumerate(tensors)])
 
     def has_changed(self) -> bool:
         """Return True if the entries of this rank's state, or their kinds, differ from the last exchange."""
-        values = self._values()
-        if len(values) == len(self._seen) and all(map(_is_same, self._seen, values)):
+        if not self._changes.in_entries():
             return False
         try:
             is_new = self._mine() != self._told
         except Exception:  # noqa: BLE001 - the exchange raises any error on every rank
             return True
-        self._seen = self._seen if is_new else list(map(_seen, values))
+        if not is_new:
+            self._changes.record_entries()
         return is_new
 
     def exchange(self, operation: str) -> None:
@@ -85,13 +82,14 @@ class StateMetadata:
             for index, entries in of_rank.items():
                 # Owners of parts of one tensor have the same entries.
                 described.setdefault(int(index), entries)
-        self._described, self._told, self._seen = described, mine, list(map(_seen, self._values()))
+        self.described, self._told = described, mine
+        self._changes.record_entries()
 
     def placeholders(self, index: int) -> dict[Key, Any]:
         """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
         spec, param = self._local.plan.tensors[index], self._local.params[index]
         entries: dict[Key, Any] = {}
-        for key, described in self._described.get(index, ()):
+        for key, described in self.described.get(index, ()):
             dtype = part_dtype(described)
             written = {"tensor": [dtype, spec.shape, None, param.device.type]} if dtype else described
             entries[key] = read_value(written, partial(_placeholder, label_of(key, spec), param.device))
@@ -119,33 +117,10 @@ class StateMetadata:
             return torch.tensor(value, device="cpu")
         return torch.empty((), dtype=torch.uint8, device="cpu") if isinstance(value, str) else value
 
-    def _values(self) -> list[Any]:
-        """Return the entries of this rank's state."""
-        # This reads neither shapes nor dtypes of tensors, because that costs too much in a step.
-        found: list[Any] = []
-        local = self._local
-        for shard in local.shards.values() if local.extra.kinds else ():
-            found += local.extra.entries(shard).values()
-        for entries in local.optim.state.values():
-            found += entries.values() if isinstance(entries, dict) else (entries,)
-        return found
-
 
 def label_of(key: object, spec: TensorSpec) -> str:
     """Return the name of an entry, for errors."""
     return f"state entry {key!r} of {spec.name!r}"
-
-
-def _seen(value: object) -> object:
-    """Return a weak reference to a tensor, and the type of any other entry, for `_is_same`; None for a container."""
-    if isinstance(value, (Mapping, list, tuple)):
-        return None
-    # The reference is weak, so that a tensor is freed when another one replaces it.
-    return weakref.ref(value) if isinstance(value, torch.Tensor) else type(value)
-
-
-def _is_same(seen: Any, value: object) -> bool:  # noqa: ANN401 - what `_seen` returns
-    return value is not None and value is seen() if type(seen) is weakref.ref else seen is type(value)
 
 
 def _placeholder(

@@ -35,7 +35,7 @@ class StateView(MutableMapping[Any, Any]):
             entries = _OthersEntries(self._metadata.placeholders(place))
             entries.title = label_in(self._local.plan, place)
             return entries
-        own, extra = self._state[self._local_key(key)], self._extra(key)
+        own, extra = self._state_with(key)[self._local_key(key)], self._extra(key)
         return ChainMap(own, extra) if extra else own
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
@@ -44,7 +44,7 @@ class StateView(MutableMapping[Any, Any]):
         names = self._local.extra.names
         if names and isinstance(value, Mapping):
             value = {name: entry for name, entry in value.items() if name not in names}
-        self._state[self._local_key(key)] = value
+        self._state_with(key)[self._local_key(key)] = value
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
         place = self._place(key)
@@ -55,13 +55,13 @@ class StateView(MutableMapping[Any, Any]):
         if isinstance(place, LocalShard):
             self._local.extra.drop_entries(place)
         if not isinstance(place, int):
-            self._state.pop(self._local_key(key), None)
+            self._state_with(key).pop(self._local_key(key), None)
 
     def __iter__(self) -> Iterator[Any]:
         # Iterate over a list of the current keys, because the caller may replace entries meanwhile.
         params = [param for param in self._local.params if param in self]
         known = {self._local_key(param) for param in params}
-        return iter([*params, *[key for key in self._state if key not in known]])
+        return iter([*params, *[key for state in self._local.states for key in state if key not in known]])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -73,8 +73,9 @@ class StateView(MutableMapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         place = self._place(key)
         if isinstance(place, int):
-            return place in self._metadata
-        return self._local_key(key) in self._state or bool(self._extra(key))
+            return place in self._metadata.described
+        local_key = self._local_key(key)
+        return any(local_key in state for state in self._local.states) or bool(self._extra(key))
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -90,7 +91,8 @@ class StateView(MutableMapping[Any, Any]):
 
     def clear(self) -> None:
         """Drop all state that this rank owns."""
-        self._state.clear()
+        for state in self._local.states:
+            state.clear()
         self._metadata.forget()
         for shard in self._local.shards.values():
             self._local.extra.drop_entries(shard)
@@ -102,7 +104,7 @@ class StateView(MutableMapping[Any, Any]):
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
         """Remove and return the entries of ``key``. Without any, return ``default``, or raise a KeyError."""
         if key not in self:
-            return self._state.pop(self._local_key(key), *default)
+            return self._state_with(key).pop(self._local_key(key), *default)
         value = self[key]
         del self[key]
         return value
@@ -117,12 +119,17 @@ class StateView(MutableMapping[Any, Any]):
         """Replace all state that this rank owns."""
         given = [*value.items()]
         self.clear()
-        self._local.optim.state = defaultdict(dict)
         self.update(given)
 
-    @property
-    def _state(self) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
-        return self._local.optim.state
+    def _state_with(self, key: object) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
+        """Return the state of the inner optimizer that has a key, or would have it."""
+        place, members = self._place(key), self._local.members
+        if isinstance(place, LocalShard):
+            return self._local.member_of(place.index).state
+        if len(members) > 1:
+            # A key that belongs to no parameter belongs to no class.
+            raise KeyError(key)
+        return members[0].state
 
     def _place(self, key: object) -> LocalShard | int | None:
         """Return this rank's shard of a parameter, or the index of another rank's parameter; None for other keys."""

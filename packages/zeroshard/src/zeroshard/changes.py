@@ -1,0 +1,246 @@
+"""Finds what a training loop has changed since the last collective call, by comparing with a snapshot.
+
+A step begins by comparing, so that one in which nothing has changed skips all that depends on the model, and ends by
+taking the next snapshot. Everything here concerns one rank; nothing communicates.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any
+
+import torch
+
+from zeroshard._torch_private import version_of
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.plan.groups import MEMBERS
+from zeroshard.plan.hyperparameters import to_text
+from zeroshard.plan.layout import Layout
+
+_Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The layout that a rank finds before a step.
+
+    Attributes:
+        layout: the layout that fits the model now.
+        is_new: whether the layout differs from the one in use.
+        error: the error on this rank; None if there is none.
+        is_agreed: whether all ranks have agreed, during backward, to step with the layout in use.
+    """
+
+    layout: Layout
+    is_new: bool = False
+    error: Exception | None = None
+    is_agreed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a loop can change, as this rank saw it last.
+
+    Attributes:
+        places: addresses, sizes and strides of the parameters, when they were laid out.
+        active: which parameters a step could change then.
+        versions: version counters of the parameters with a master weight, after the last step.
+        hyperparameters: the values in each param group after the last step, frozen by :func:`_frozen`.
+        kept: the objects of which ``hyperparameters`` has the id, so that no other object gets it.
+        entries: for each entry of this rank's state, what :func:`_entry` returned at the last exchange.
+    """
+
+    places: _Places = ([], [], [])
+    active: Sequence[bool] = ()
+    versions: Sequence[int] = ()
+    hyperparameters: Sequence[Mapping[str, object]] = ()
+    kept: Sequence[object] = ()
+    entries: Sequence[object] = ()
+
+
+class Changes:
+    """Holds the snapshot of one optimizer, and the hyperparameters that must be equal on all ranks.
+
+    Only the methods ``record_...`` and :meth:`read_hyperparameters` change it, in the thread that calls the optimizer.
+
+    Attributes:
+        agreed: the hyperparameters that must be equal on all ranks, as text. These are the values that the user, and
+            not a step, wrote: a step may write others on a rank that owns no tensor of a group.
+        checksum: the CRC-32 of ``agreed``.
+    """
+
+    def __init__(self, local: LocalOptimizer) -> None:
+        self._local = local
+        self._last = Snapshot()
+        self.agreed: dict[str, str] = {}
+        self.checksum = 0
+
+    # ------------------------------------------------------------------ the model
+
+    def in_model(self) -> bool:
+        """Return True if parameters were exchanged, moved, frozen, unfrozen, or written to where a master is kept."""
+        local, last, inner = self._local, self._last, self._local.inner_groups()
+        params = [param for group in local.groups for param in group["params"]]
+        return (
+            len(params) != len(local.params)
+            or not all(map(is_, params, local.params))
+            or len(local.groups) != len(inner)
+            or not all(map(is_, local.groups, inner))
+            or [param.requires_grad or param.grad is not None for param in params] != last.active
+            or _places(local.params) != last.places
+            or self._versions() != last.versions
+        )
+
+    def moved(self) -> list[int]:
+        """Return the indices of parameters whose ``.data`` was rebound to other memory, sizes or strides."""
+        now, last = _places(self._local.params), self._last.places
+        if now == last:
+            return []
+        pairs = enumerate(zip(zip(*now, strict=True), zip(*last, strict=True), strict=True))
+        return [index for index, (here, there) in pairs if here != there]
+
+    def record_layout(self, active: Sequence[bool]) -> None:
+        """Record where parameters are, and which of them are active, after they were laid out."""
+        self._last = replace(self._last, places=_places(self._local.params), active=[*active], versions=())
+
+    def record_step(self) -> None:
+        """Record hyperparameters, and that parameters have the values of their masters, at the end of a step."""
+        self._last = replace(self._last, versions=self._versions())
+        self.record_hyperparameters()
+
+    def forget_masters(self) -> None:
+        """Let the next step compare parameters with their masters, which were loaded."""
+        self._last = replace(self._last, versions=())
+
+    def _versions(self) -> list[int]:
+        return [version_of(shard.param) for shard in self._local.masters.shards]
+
+    # ------------------------------------------------------------------ hyperparameters
+
+    def in_hyperparameters(self) -> list[tuple[int, str]]:
+        """Return group and key of each hyperparameter that was written, added or removed since the last snapshot."""
+        last, now = self._last.hyperparameters, [_frozen_group(group) for group in self._local.groups]
+        if now == last:
+            return []
+        changed = []
+        for number in range(max(len(now), len(last))):
+            here = now[number] if number < len(now) else {}
+            there = last[number] if number < len(last) else {}
+            keys = dict.fromkeys([*here, *there])
+            changed += [(number, key) for key in keys if _is_other(here, there, key)]
+        return changed
+
+    def read_hyperparameters(self) -> int:
+        """Add the user's changes to :attr:`agreed`, and return its checksum."""
+        changed = self.in_hyperparameters()
+        for number, key in changed:
+            self.agreed.pop(f"{key} of group {number}", None)
+            if number < len(self._local.groups) and key in self._local.groups[number]:
+                self.agreed[f"{key} of group {number}"] = to_text(self._local.groups[number][key], in_step=True)
+        if changed:
+            self.set_agreed(self.agreed)
+            self.record_hyperparameters()
+        return self.checksum
+
+    def set_agreed(self, agreed: Mapping[str, str]) -> None:
+        """Replace :attr:`agreed`."""
+        self.agreed = dict(agreed)
+        self.checksum = zlib.crc32(repr(sorted(self.agreed.items())).encode())
+
+    def record_hyperparameters(self) -> None:
+        """Record the values that a step has written to the param groups, which need not be equal on all ranks."""
+        groups = self._local.groups
+        kept = [value for group in groups for value in _objects([*group.values()])]
+        self._last = replace(self._last, hyperparameters=[_frozen_group(group) for group in groups], kept=kept)
+
+    def unchanged(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a public param group that are unchanged since the last step, which may have set them."""
+        last = self._last.hyperparameters
+        there = last[number] if number < len(last) else {}
+        here = _frozen_group(group)
+        return {key: group[key] for key in here if not _is_other(here, there, key)}
+
+    # ------------------------------------------------------------------ the state
+
+    def in_entries(self) -> bool:
+        """Return True if this rank's state has other tensors, or other kinds of values, than at the last exchange."""
+        values = self._entries()
+        return len(values) != len(self._last.entries) or not all(map(_is_same, self._last.entries, values))
+
+    def record_entries(self) -> None:
+        """Record the entries of this rank's state, of which other ranks know the kinds."""
+        self._last = replace(self._last, entries=[*map(_entry, self._entries())])
+
+    def _entries(self) -> list[Any]:
+        # This reads neither shapes nor dtypes of tensors, because that costs too much in a step.
+        found: list[Any] = []
+        local = self._local
+        for shard in local.shards.values() if local.extra.kinds else ():
+            found += local.extra.entries(shard).values()
+        for state in local.states:
+            for entries in state.values():
+                found += entries.values() if isinstance(entries, dict) else (entries,)
+        return found
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> _Places:
+    """Return addresses, sizes and strides. Every step reads them, so this has no loop in Python."""
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.size, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+    )
+
+
+def _is_other(here: Mapping[str, object], there: Mapping[str, object], key: str) -> bool:
+    return key not in here or key not in there or here[key] != there[key]
+
+
+def _frozen_group(group: Mapping[str, Any]) -> dict[str, object]:
+    return {key: _frozen(value) for key, value in group.items() if key not in MEMBERS}
+
+
+_NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+def _frozen(value: Any) -> object:  # noqa: ANN401 - a hyperparameter
+    """Return what a later value is compared with: numbers and text by value, tensors by version, objects by id."""
+    if isinstance(value, _NUMBERS):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, (list, tuple)):
+        return [_frozen(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _frozen(part) for key, part in value.items()}
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        # Convert NumPy's scalars and arrays to Python's numbers and lists.
+        return value.tolist()
+    return id(value)
+
+
+def _objects(value: object) -> Iterator[object]:
+    """Yield the objects in a value that are compared by id."""
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _objects(part)
+    elif isinstance(value, Mapping):
+        yield from _objects([*value.values()])
+    elif not isinstance(value, _NUMBERS):
+        yield value
+
+
+def _entry(value: object) -> object:
+    """Return a weak reference to a tensor, and the type of any other entry, for `_is_same`; None for a container."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return None
+    # The reference is weak, so that a tensor is freed when another one replaces it.
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _is_same(seen: Any, value: object) -> bool:  # noqa: ANN401 - what `_entry` returns
+    return value is not None and value is seen() if type(seen) is weakref.ref else seen is type(value)

@@ -1,0 +1,145 @@
+"""Holds the layout of one optimizer, and replaces it after the user has changed the model or added a group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from zeroshard_comm import Coordinator, agreed
+
+from zeroshard.changes import Changes
+from zeroshard.grads.buckets import Buckets
+from zeroshard.guard import Guard
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.param_buffers import ParamBuffers
+from zeroshard.plan.costs import with_classes
+from zeroshard.plan.group_classes import GroupClass
+from zeroshard.plan.groups import active_mask, check_members, check_memory, parameters_of, same_place
+from zeroshard.plan.hyperparameters import settings_of
+from zeroshard.plan.layout import Layout, Policy, next_layout, renamed, same_shards, with_settings
+
+_logger = logging.getLogger(__name__)
+
+
+class Layouts:
+    """Holds the layout in use. All ranks must agree on another one before :meth:`adopt`.
+
+    Args:
+        coordinator: the channel of the ranks' agreements.
+        guard: says whether parameters may be changed now.
+        policy: how to partition tensors, with the class of each group and the names of parameters; also an attribute.
+        layout: the first layout; also an attribute.
+        local: the local optimizer.
+        buffers: the memory of the parameters.
+        changes: finds what the user has changed.
+
+    Attributes:
+        buckets: the buckets of a communication hook, which follow the layout; None without one.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        guard: Guard,
+        policy: Policy,
+        layout: Layout,
+        local: LocalOptimizer,
+        buffers: ParamBuffers,
+        changes: Changes,
+    ) -> None:
+        self._coordinator, self._guard, self.policy, self.layout = coordinator, guard, policy, layout
+        self._local, self._buffers, self._changes = local, buffers, changes
+        self.buckets: Buckets | None = None
+        self._lay_out()
+
+    def update(self) -> Layout:
+        """Return the layout that fits the user's changes since the last step.
+
+        Raises:
+            Exception: an error in the parameters or groups; the caller must report it to all ranks.
+        """
+        self._guard.check_allowed()
+        self._guard.check_capture(self._local.params, self.layout.plan)
+        check_members(self._local.groups, self._local.params)
+        self._local.use_groups()
+        return self.follow_params()
+
+    def follow_params(self) -> Layout:
+        """Like :meth:`update`, but only for changes of the parameters.
+
+        Copies data that was rebound but not converted into its flat buffer; without one, lays out all parameters again
+        at once, because that concerns no other rank.
+        """
+        layout, params, groups = self.layout, self._local.params, self._local.groups
+        moved = self._changes.moved()
+        if moved and self._buffers.buffers:
+            # Before values are copied apart: parameters that share memory now would not share it any more.
+            check_memory(groups, active_mask(params))
+            if self._buffers.restore(layout.plan, moved):
+                self._local.rebind()
+                moved = self._changes.moved()
+        if moved or active_mask(params) != layout.active:
+            layout = next_layout(self.policy, layout, groups)
+            if self.buckets is not None:
+                self.buckets.check_layout(params, layout)
+            if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
+                # Even before ranks agree, because values must arrive where parameters are now.
+                self._lay_out()
+            if layout.config.digest == self.layout.config.digest:
+                layout = self.layout
+            else:
+                self._local.check_not_converted(self.layout.plan, layout.plan)
+        self._local.masters.refresh()
+        return layout
+
+    def adopt(self, layout: Layout) -> None:
+        """Adopt a layout on which all ranks agree. No-op if it is in use."""
+        local = self._local
+        if layout is self.layout:
+            return
+        _logger.debug("rank %d adopts another layout", self._coordinator.ranks.rank)
+        if same_shards(layout.plan, self.layout.plan) and len(local.groups) == len(local.assignment):
+            local.use(local.groups, layout.plan)
+        else:
+            local.rebuild(local.groups, layout.plan, self.policy.classes)
+        self.layout = layout
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._buffers.lay_out(self._local.params, self.layout.plan, self.layout.active)
+        self._changes.record_layout(self.layout.active)
+        self._local.rebind()
+        self._local.masters.refresh()
+        if self.buckets is not None:
+            self.buckets.lay_out(self.layout)
+
+    def rename(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Use the model's names for parameters that the user passed without names. They are equal on all ranks."""
+        self.policy = replace(self.policy, names={p: names[p] for p in self._local.params if p in names})
+        self.layout = renamed(self.policy, self.layout, self._local.groups)
+
+    def add_group(self, append: Callable[[], GroupClass]) -> None:
+        """Add a param group, which ``append`` checks and appends, on all ranks or on none. Collective."""
+        local, layout, policy = self._local, self.layout, self.policy
+        before = len(local.groups)
+        try:
+            with agreed(self._coordinator, "add_param_group()") as proposal:
+                proposal.set(layout.config)
+                self._guard.check_allowed()
+                self.follow_params()
+                classes = [*policy.classes, append()]
+                policy = with_classes(policy, classes, local.groups)
+                layout = next_layout(policy, layout, local.groups)
+                local.check_not_converted(self.layout.plan, layout.plan)
+                defaults = local.dry_run(layout.plan, policy.classes)
+                if self.buckets is not None:
+                    self.buckets.check_layout(parameters_of(local.groups), layout)
+                added = [{**defaults, **group} for group in local.groups[before:]]
+                proposal.set(with_settings(layout, settings_of(added, first=before)))
+        except BaseException:
+            del local.groups[before:]
+            raise
+        self.policy = policy
+        self.adopt(layout)
