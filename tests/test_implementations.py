@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import zeroshard.plan.groups
+import zeroshard.guard
 from ddp_training import register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +106,7 @@ def test_a_simulated_capture_is_refused_on_every_rank(
     )
     train(model, sharded, range(1))
     with monkeypatch.context() as simulated:
-        simulated.setattr(zeroshard.plan.groups, "is_captured", lambda _: rank in captures)
+        simulated.setattr(zeroshard.guard, "is_captured", lambda _: rank in captures)
         simulated.setattr(RankGroup, "backend", lambda *_: backend)
         with pytest.raises(RuntimeError, match=ONLY_WHOLE):
             sharded.step()
@@ -122,6 +122,6 @@ def test_a_simulated_capture_of_a_backward_is_refused(monkeypatch: pytest.Monkey
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     register("owner", ddp, optimizer)
     loss = ddp(torch.ones(2, 40)).sum()
-    monkeypatch.setattr(zeroshard.plan.groups, "is_captured", lambda _: True)
+    monkeypatch.setattr(zeroshard.guard, "is_captured", lambda _: True)
     with pytest.raises(RuntimeError, match=ONLY_WHOLE):
         loss.backward()
