@@ -67,6 +67,15 @@ def groups_of(model: ByteGPT, text: str, lr: float | None = None) -> list[Group]
     return found
 
 
+def class_names(text: str) -> str:
+    """Return the classes of choices, without arguments and patterns, as text for people.
+
+    >>> class_names("Muon(lr=0.02):matrices+AdamW:rest")
+    'Muon + AdamW'
+    """
+    return " + ".join(dict.fromkeys(choice.name.rpartition(".")[-1] for choice in parse(text)))
+
+
 def assignment_of(groups: Sequence[Group]) -> list[int]:
     """Return for each group which local optimizer steps it: those equal in class and arguments share one."""
     kinds: list[tuple[object, dict[str, Any]]] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from choices import check_optimizer
+from choices import check_optimizer, class_names
 from corpus import read_corpus
 from errors import InputError, RankFailedError
 from job import Job, read_continuation, read_training
@@ -24,7 +24,6 @@ from report import show
 from rich.console import Console
 from side_by_side import CORPUS
 from verdict import Found
-from zeroshard.plan.choices import class_names
 
 CONTEXT = 48
 SEQUENCES = 12

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from choices import class_names
 from job import Continuation, Training, largest, worst
-from zeroshard.plan.choices import class_names
 
 TOLERANCE = 0.05
 """How far a run may be off where sums are rounded in another order, relative to how far the uninterrupted one moved.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_gpt import ByteGPT, Shape
-from choices import assignment_of, check_optimizer, groups_of, optimizer_names, plain_optimizers
+from choices import assignment_of, check_optimizer, class_names, groups_of, optimizer_names, plain_optimizers
 from cli import global_sequences
 from corpus import Batches, read_corpus
 from errors import InputError
@@ -153,3 +153,7 @@ def test_bad_data_is_one_line_and_exit_code_2(tmp_path, make, told):
 def _written(file, text):
     file.write_text(text)
     return file
+
+
+def test_people_read_classes_alone():
+    assert class_names("heavyball.SOAP(lr=1.0):matrices+AdamW(lr=0.1):*.bias+AdamW") == "SOAP + AdamW"

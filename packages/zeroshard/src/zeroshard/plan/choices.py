@@ -20,21 +20,19 @@ import torch
 from torch import nn
 from zeroshard_core import STRATEGIES
 
+from zeroshard.plan.eligibility import STEPPED_IN_PARTS
+
 PARTITIONS = (*STRATEGIES, "level")
 MATRICES, REST = "matrices", "rest"
-_CLASS = re.compile(r"\s*([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*")
-_PATTERN = re.compile(r"\s*(?::\s*([^\s:+]+))?\s*")
+_CLASS = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_PLAIN = r"""[^()'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ARGUMENTS = rf"\((?:{_PLAIN}|\((?:{_PLAIN})*\))*\)"
+_CHOICE = re.compile(rf"\s*({_CLASS})\s*({_ARGUMENTS})?\s*(?::\s*([^\s:+]+))?\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An optimizer class for some parameters.
-
-    Attributes:
-        name: the name of a class of ``torch.optim``, or ``package.Class``.
-        arguments: names and values of keyword arguments.
-        pattern: a glob over names of parameters, ``"matrices"``, or ``"rest"`` for all that no other choice takes.
-    """
+    """A class of ``torch.optim``, or ``package.Class``, its keyword arguments, and the parameters that it takes."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -42,58 +40,48 @@ class Choice:
 
 
 def parse(text: str) -> tuple[Choice, ...]:
-    """Parse choices, which ``+`` separates. A choice without a pattern takes the rest.
+    """Parse choices, which ``+`` separates; a ValueError names text that is no choice.
+
+    A choice without a pattern takes the rest. The parentheses of arguments may contain only one more level.
 
     >>> [choice.pattern for choice in parse("SGD(momentum=0.9):*.bias + AdamW")]
     ['*.bias', 'rest']
     >>> parse("Muon(lr=0.02):matrices")
     (Choice(name='Muon', arguments=(('lr', 0.02),), pattern='matrices'),)
-
-    Raises:
-        ValueError: if a part of the text is no choice; the error names the part.
     """
     choices = []
-    end = -1
-    while end < len(text):
-        choice, end = _read(text, end + 1)
-        choices.append(choice)
+    start = 0
+    while start <= len(text):
+        found = _CHOICE.match(text, start)
+        if found is None:
+            raise ValueError(f"a class such as AdamW or SGD(momentum=0.9):*.bias is expected, but got {text[start:]!r}")
+        if found.end() < len(text) and text[found.end()] != "+":
+            raise ValueError(f"after a class come (ARGUMENTS), :PATTERN and +, but got {text[found.end() :]!r}")
+        name, arguments, pattern = found.groups(default="")
+        choices.append(Choice(name, _literals(name, arguments or "()"), pattern or REST))
+        start = found.end() + 1
     return tuple(choices)
 
 
-def class_names(text: str) -> str:
-    """Return the classes of choices, without arguments and patterns, as text for people.
-
-    >>> class_names("Muon(lr=0.02):matrices+AdamW:rest")
-    'Muon + AdamW'
-    """
-    return " + ".join(dict.fromkeys(choice.name.rpartition(".")[-1] for choice in parse(text)))
-
-
 def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters that each choice takes. The first match takes one; ``rest`` is matched last.
+    """Return the names of the parameters that each choice takes; ``matrices`` lists those that a choice may call so.
+
+    The first choice that matches takes a parameter; ``rest`` is matched last. A ValueError names a choice without
+    parameters, or parameters without a choice.
 
     >>> assign(parse("AdamW:rest+Muon:matrices"), ["embedding", "linear", "bias"], {"linear"})
     (('embedding', 'bias'), ('linear',))
-
-    Args:
-        choices: the choices, as :func:`parse` returns them.
-        names: the names of all parameters.
-        matrices: the names of the parameters that ``matrices`` means.
-
-    Raises:
-        ValueError: if a choice takes no parameter, or no choice takes a parameter.
     """
     left = list(names)
     taken: list[tuple[str, ...]] = [()] * len(choices)
-    for index in sorted(range(len(choices)), key=lambda index: choices[index].pattern == REST):
-        choice = choices[index]
-        found = [name for name in left if _matches(choice.pattern, name, matrices)]
-        if not found:
-            fitting = any(_matches(choice.pattern, name, matrices) for name in names)
-            why = "takes no parameter: others take all that it matches" if fitting else "matches no parameter"
+    for index, choice in sorted(enumerate(choices), key=lambda numbered: numbered[1].pattern == REST):
+        pattern = "*" if choice.pattern == REST else choice.pattern
+        matching = matrices if pattern == MATRICES else {name for name in names if fnmatchcase(name, pattern)}
+        taken[index] = tuple(name for name in left if name in matching)
+        if not taken[index]:
+            why = "takes no parameter: others take all that it matches" if matching else "matches no parameter"
             raise ValueError(f"{choice.name}:{choice.pattern} {why}; there are {listed(names)}")
-        taken[index], chosen = tuple(found), set(found)
-        left = [name for name in left if name not in chosen]
+        left = [name for name in left if name not in matching]
     if left:
         raise ValueError(f"no class takes {listed(left)}; add one for the rest, such as +AdamW:rest")
     return tuple(taken)
@@ -102,24 +90,18 @@ def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection
 def matrix_names(model: nn.Module, head: torch.Tensor | None = None) -> frozenset[str]:
     """Return the names of the 2-D parameters that belong to no :class:`torch.nn.Embedding` and are not the head.
 
-    Args:
-        model: the model, whose ``named_parameters`` list a tied parameter once.
-        head: weight of the output head; if None, a parameter with as many rows as the largest embedding counts as one.
+    If the weight of the output head is None, a parameter with as many rows as the largest embedding counts as one.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     outer = {head, *(module.weight for module in embeddings)}
     # The largest embedding is the embedding of tokens.
     rows = max([module.num_embeddings for module in embeddings], default=0) if head is None else 0
-    named = model.named_parameters()
-    return frozenset(name for name, p in named if p.ndim == 2 and p not in outer and p.shape[0] != rows)
+    matrices = [(name, param) for name, param in model.named_parameters() if param.ndim == 2 and param not in outer]
+    return frozenset(name for name, param in matrices if len(param) != rows)
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of ``torch.optim``, or of another package by its full name.
-
-    Raises:
-        ValueError: if it is no optimizer; the error names the class of ``torch.optim`` that the caller may mean.
-    """
+    """Return a class of ``torch.optim``, or of another package by its full name; a ValueError suggests another name."""
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "torch.optim"), last, None)
@@ -127,9 +109,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise ValueError(f"{name} cannot be imported ({type(error).__name__}: {error}); is it installed?") from None
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found
-    known = {
-        each.lower(): each for each in torch.optim.__all__ if each not in ("Optimizer", "lr_scheduler", "swa_utils")
-    }
+    known = {cls.__name__.lower(): cls.__name__ for cls in STEPPED_IN_PARTS}
     close = difflib.get_close_matches(last.lower(), known, n=1)
     meant = f"; did you mean {known[close[0]]}?" if close and not module else ""
     raise ValueError(f"{module or 'torch.optim'} has no optimizer {last!r}{meant}")
@@ -140,49 +120,22 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _read(text: str, start: int) -> tuple[Choice, int]:
-    """Parse the choice that begins at ``start``. Return it with the place of the ``+`` after it, or of the end."""
-    named = _CLASS.match(text, start)
-    if named is None:
-        raise ValueError(f"a class such as AdamW or SGD(momentum=0.9):*.bias is expected, but got {text[start:]!r}")
-    end, call = named.end(), None
-    if text[end : end + 1] == "(":
-        call, end = _call(text, named.start(1), end)
-    matched = _PATTERN.match(text, end)
-    pattern, end = (matched[1], matched.end()) if matched else (None, end)
-    if text[end : end + 1] not in ("", "+"):
-        raise ValueError(f"after a class come :PATTERN and + with another class, but got {text[end:]!r}")
-    return Choice(named[1], () if call is None else _literals(named[1], call), pattern or REST), end
-
-
-def _call(text: str, start: int, opening: int) -> tuple[ast.Call, int]:
-    """Parse the call that begins at ``start``. Return it with the place after it."""
-    # The call ends at the first parenthesis that completes an expression: others are within strings or tuples.
-    for closing in (place for place in range(opening, len(text)) if text[place] == ")"):
-        with suppress(SyntaxError, RecursionError, MemoryError):
-            found = ast.parse(text[start : closing + 1], mode="eval").body
-            if isinstance(found, ast.Call):
-                return found, closing + 1
-    raise ValueError(f"{text[start:]!r} is no call: write arguments in parentheses, such as SGD(momentum=0.9)")
-
-
-def _literals(name: str, call: ast.Call) -> tuple[tuple[str, Any], ...]:
-    found: dict[str, Any] = {}
+def _literals(name: str, arguments: str) -> tuple[tuple[str, Any], ...]:
+    """Evaluate keyword arguments in parentheses."""
+    call = None
+    with suppress(SyntaxError, RecursionError, MemoryError):
+        call = ast.parse(f"call{arguments}", mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise ValueError(f"{name + arguments!r} is no call: write arguments as {name}(lr=0.01)")
     if call.args:
         raise ValueError(f"{name}({ast.unparse(call.args[0])}) has no name: write arguments as {name}(lr=0.01)")
+    found: dict[str, Any] = {}
     for keyword in call.keywords:
-        written = ast.unparse(keyword.value)
+        written = f"{name}({ast.unparse(keyword)})"
         if keyword.arg is None or keyword.arg in found:
-            why = "is not supported" if keyword.arg is None else "is given twice"
-            raise ValueError(f"{name}({keyword.arg or '**'}{'=' if keyword.arg else ''}{written}) {why}")
+            raise ValueError(f"{written} is {'not supported' if keyword.arg is None else 'given twice'}")
         try:
             found[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, RecursionError, MemoryError):
-            raise ValueError(
-                f"{name}({keyword.arg}={written}) is no literal: write a number, text, or a tuple"
-            ) from None
+            raise ValueError(f"{written} is no literal: write a number, text, or a tuple") from None
     return tuple(found.items())
-
-
-def _matches(pattern: str, name: str, matrices: Collection[str]) -> bool:
-    return pattern == REST or (name in matrices if pattern == MATRICES else fnmatchcase(name, pattern))
