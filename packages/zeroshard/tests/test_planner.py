@@ -324,7 +324,7 @@ def test_a_checkpoint_of_integers_is_no_model_to_train(tmp_path: Path) -> None:
 def test_damaged_and_missing_files_of_safetensors_are_named(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
-    with pytest.raises(InputError, match=r"names 2 files, of which 1.safetensors is missing"):
+    with pytest.raises(InputError, match=r"1.safetensors is missing"):
         read_model(str(index))
     save_file({"a": torch.zeros(10)}, tmp_path / "1.safetensors")
     (tmp_path / "2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")

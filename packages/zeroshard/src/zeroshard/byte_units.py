@@ -8,13 +8,10 @@ _UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB"
 
 
 def parse_bytes(text: str) -> int:
-    """Return an amount of memory in bytes.
+    """Return an amount of memory in bytes; raise a ValueError if the text has no number or no unit.
 
     >>> parse_bytes("80GiB"), parse_bytes("1.5 GB")
     (85899345920, 1500000000)
-
-    Raises:
-        ValueError: if the text has no number or no unit.
     """
     found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", text)
     if found is None:

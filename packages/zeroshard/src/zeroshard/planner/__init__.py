@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 
+from zeroshard.planner.models import InputError
+
 
 def main() -> None:
     """Run the command ``zeroshard``. It needs the extra ``zeroshard[cli]``, and transformers to read configs."""
     try:
-        from zeroshard.planner.cli import run
+        from zeroshard.planner.cli import app
 
-        run()
-    except ImportError as missing:
-        package = "'zeroshard[cli]'" if missing.name in ("typer", "rich", "matplotlib") else missing.name
-        cure = f": pip install {package}" if isinstance(missing, ModuleNotFoundError) else ""
-        sys.stderr.write(f"zeroshard: {missing}{cure}\n")
+        app()
+    except (InputError, ImportError) as error:
+        cure = ""
+        if isinstance(error, ModuleNotFoundError):
+            package = "'zeroshard[cli]'" if error.name in ("typer", "rich", "matplotlib") else error.name
+            cure = f": pip install {package}"
+        sys.stderr.write(f"zeroshard: {error}{cure}\n")
         sys.exit(2)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from rich.progress import track
 from zeroshard.byte_units import format_bytes, parse_bytes
 from zeroshard.plan.choices import PARTITIONS, listed
 from zeroshard.planner.comparison import Row, advise, compare, planner_of
-from zeroshard.planner.models import InputError, Model, read_model
+from zeroshard.planner.models import InputError, read_model
 from zeroshard.planner.report import BY_ARITHMETIC, NOT_COUNTED, as_json, draw, table
 
 EXAMPLES = """Examples:
@@ -65,12 +66,14 @@ def plan(
         raise InputError(f"--memory: {error}") from None
     if require_fit and device is None:
         raise InputError("--require-fit needs --memory")
-    counts = [*dict.fromkeys(int(part.strip()[:7]) if part.strip().isdecimal() else 0 for part in ranks.split(","))]
-    if not 1 <= min(counts) <= max(counts) < 10**6:
+    # Each number and each name counts once.
+    counts = [*dict.fromkeys(int(part) if re.fullmatch(r"\s*\d{1,6}\s*", part) else 0 for part in ranks.split(","))]
+    if 0 in counts:
         raise InputError(f"--ranks {ranks!r} is no list of numbers from 1 to 999999, such as 2,4,8")
     partitions = [*dict.fromkeys(name.strip() for name in partition.split(","))]
-    if unknown := [name for name in partitions if name not in PARTITIONS]:
-        raise InputError(f"--partition {unknown[0]!r} is not one of {', '.join(PARTITIONS)}")
+    for name in partitions:
+        if name not in PARTITIONS:
+            raise InputError(f"--partition {name!r} is not one of {', '.join(PARTITIONS)}")
     settings: Any = {"dtype": dtype, "grad_dtype": grad_dtype, "master_weights": master_weights, "backend": backend}
     # Lets the command import the user's modules, as python -m does.
     sys.path.insert(0, str(Path.cwd()))
@@ -80,56 +83,44 @@ def plan(
         sys.stdout.writelines(f"{name}\n" for name in sorted(found.matrices))
         return
     with redirect_stdout(sys.stderr):
-        asked = {text: planner_of(found, text, **settings) for text in optimizer or ["AdamW"]}
+        planners = {text: planner_of(found, text, **settings) for text in optimizer or ["AdamW"]}
         errors = Console(stderr=True)
-        rows = [
-            row
-            for text, planner in asked.items()
-            for count in track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
-            for row in compare(planner, text, count, partitions, hook=hook)
-        ]
+        rows, advice = list[Row](), dict[str, str]()
+        for text, planner in planners.items():
+            shown = track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
+            own = [row for count in shown for row in compare(planner, text, count, partitions, hook=hook)]
+            advice[text] = advise(planner, own, device)
+            rows += own
     if all(row.plan is None for row in rows):
         raise InputError(next(row.note for row in rows if row.note))
-    advice = {
-        text: advise(each, [row for row in rows if row.optimizers == text], device) for text, each in asked.items()
-    }
     if picture is not None:
         draw(rows, device, picture)
+    told = {**as_json(found, rows, device, advice), **settings}
     if json_output:
-        sys.stdout.write(json.dumps({**as_json(found, rows, device, advice), **settings}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
-        _print(found, rows, device, dtype, advice)
+        _print(told, found.notes, rows)
         sys.stdout.write("" if optimizer else "No -o was given: AdamW.\n")
     if require_fit and device is not None and all(row.largest.total > device for row in rows if row.plan is not None):
         raise typer.Exit(1)
 
 
-def _print(model: Model, rows: list[Row], memory: int | None, dtype: str | None, advice: Mapping[str, str]) -> None:
+def _print(told: Mapping[str, Any], notes: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print what the JSON has, as text and tables."""
     console = Console(highlight=False, width=max(80, Console().width) if sys.stdout.isatty() else 80)
-    params = [*model.params.values()]
-    frozen = sum(param.numel() for param in params if not param.requires_grad)
-    kinds = f"{dtype} by --dtype" if dtype else f"the model's {listed(model.dtypes)}"
-    console.print(f"{model.source}:", markup=False)
-    console.print(f"{sum(param.numel() for param in params):,} parameters in {kinds}, {frozen:,} of them frozen")
-    for note in model.notes:
+    kinds = f"{told['dtype']} by --dtype" if told["dtype"] else f"the model's {listed(told['dtypes_of_model'])}"
+    console.print(f"{told['model']}:", markup=False)
+    console.print(f"{told['elements']:,} parameters in {kinds}, {told['frozen']:,} of them frozen")
+    for note in notes:
         console.print(f"Note: {note}.", markup=False)
-    for text in dict.fromkeys(row.optimizers for row in rows):
+    for text, advised in told["advice"].items():
         own = [row for row in rows if row.optimizers == text]
         plain = own[0].largest
         parts = ("parameters", "gradients", "buffers", "state")
         sizes = ", ".join(f"{part} {format_bytes(getattr(plain, part))}" for part in parts)
         console.print(f"\n{text}\nWithout sharding: {sizes}", markup=False)
-        console.print(table(own, memory))
+        console.print(table(own, told["memory"]))
         for note in dict.fromkeys(row.note for row in own if row.note):
             console.print(f"Note: {note}", markup=False)
-        console.print(advice[text], markup=False)
+        console.print(advised, markup=False)
     console.print(f"\n{BY_ARITHMETIC}\n{NOT_COUNTED}", markup=False)
-
-
-def run() -> None:
-    """Run the command. Wrong input prints one line, and the exit status is 2."""
-    try:
-        app()
-    except InputError as error:
-        sys.stderr.write(f"zeroshard: {error}\n")
-        sys.exit(2)

@@ -18,16 +18,10 @@ from zeroshard.planner.models import InputError, Model
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the comparison.
+    """One line of the comparison: what each rank holds, and the bytes that it sends in an iteration.
 
-    Attributes:
-        optimizers: the optimizers, as the user wrote them.
-        partition: the name of a partition; or an alternative by the same arithmetic: DDP, torch's ZeRO, FSDP2.
-        count: number of ranks.
-        ranks: the bytes that each rank holds; empty if the partition is refused.
-        sent: bytes that each rank sends in an iteration.
-        plan: who owns what; None for an alternative, and if the partition is refused.
-        note: why the partition is refused, or a remark.
+    An alternative to partitions (DDP, torch's ZeRO, FSDP2) has no plan. A partition that is refused has a note that
+    says why, and neither a plan nor ranks.
     """
 
     optimizers: str
@@ -42,6 +36,11 @@ class Row:
     def largest(self) -> RankBytes:
         """The bytes of the rank that holds most."""
         return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """True for an alternative, which is computed by the same arithmetic, but not run."""
+        return self.plan is None and self.ranks != ()
 
 
 def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[str], *, hook: bool) -> Iterator[Row]:

@@ -27,15 +27,10 @@ class InputError(ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """A model without values.
+    """A model without values, or param groups that a function returned in place of one.
 
-    Attributes:
-        source: the origin of the model, in words.
-        params: its parameters by name; a tied parameter is listed once.
-        buffers: bytes of its buffers.
-        matrices: names of the 2-D parameters that are neither an embedding nor an output head.
-        groups: the param groups that a function returned in place of a model; None for a model.
-        notes: what a reader of the table should know.
+    It lists a tied parameter once. ``matrices`` has the names of the 2-D parameters that are neither an embedding nor
+    an output head, ``buffers`` is a number of bytes, and ``notes`` are for the reader of the table.
     """
 
     source: str
@@ -45,20 +40,15 @@ class Model:
     groups: Sequence[Mapping[str, Any]] | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def dtypes(self) -> list[str]:
-        """The dtypes of its parameters, in order of appearance."""
-        return [*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in self.params.values())]
-
 
 def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
     """Read a model, as the command's help says. This reads no weights, and fetches nothing. Raises InputError."""
     found = _read(text, real=real, trust_remote_code=trust_remote_code)
     if not found.params:
         raise InputError(f"{text} has no parameters")
-    if any("experts" in name for name in found.params):
-        return replace(found, notes=(*found.notes, "experts are replicated; expert parallelism is not modelled"))
-    return found
+    has_experts = any("experts" in name for name in found.params)
+    notes = ["experts are replicated; expert parallelism is not modelled"] if has_experts else []
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
@@ -69,30 +59,28 @@ def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
         if path.is_dir():
             raise InputError(f"{text} has no {', '.join(names[:-1])} or {names[-1]}")
     if os.path.isfile(path):  # noqa: PTH113 - the same
-        if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
+        if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return _of_safetensors(path)
         return _of_config(path, trust_remote_code=trust_remote_code)
-    module, _, function = text.partition(":")
     if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", text):
-        return _of_function(module, function, real=real)
+        return _of_function(text, real=real)
     raise InputError(
         f"{text!r} is no file, folder or module:function. For a model on the Hugging Face hub, download its config "
         f"first: hf download {text} config.json --local-dir {path.name or 'model'}"
     )
 
 
-def of_module(model: nn.Module, source: str, head: torch.Tensor | None = None) -> Model:
-    """Describe a live model; ``head`` is the weight of its output head, if it is known."""
+def _of_module(model: nn.Module, source: str, head: torch.Tensor | None = None) -> Model:
     buffers = sum(buffer.nbytes for buffer in {*model.buffers()})
     return Model(source, dict(model.named_parameters()), buffers, matrix_names(model, head))
 
 
-def _of_function(module: str, function: str, *, real: bool) -> Model:
-    text = f"{module}:{function}"
+def _of_function(text: str, *, real: bool) -> Model:
+    module, _, function = text.partition(":")
     make = _call(lambda: getattr(importlib.import_module(module), function), text)
-    made = _build(make, text, real=real)
+    made = _call(make, text, "cpu" if real else "meta")
     if isinstance(made, nn.Module):
-        found: Model = _call(lambda: of_module(made, f"the model that {text} returns"), text)
+        found: Model = _call(lambda: _of_module(made, f"the model that {text} returns"), text)
         return found
     try:
         groups = read_groups(made)
@@ -103,27 +91,20 @@ def _of_function(module: str, function: str, *, real: bool) -> Model:
     return Model(f"the param groups that {text} returns", params, groups=groups)
 
 
-def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: ANN401 - what a user's function returns
-    try:
-        with torch.device("cpu" if real else "meta"):
-            return _call(make, text)
-    except InputError as error:
-        if real or "meta" not in str(error).lower():
-            raise
-        why = "the meta device has no values to read while a model is built: --real builds it on the CPU"
-        raise InputError(f"{error}; {why}") from None
-
-
-def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what a user's function returns
+def _call(function: Callable[[], Any], text: str, device: str = "cpu") -> Any:  # noqa: ANN401 - what it returns
     """Call a function that may be the user's. An InputError says what it raised, and where."""
     try:
-        return function()
+        with torch.device(device):
+            return function()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise any exception
         others = [str(Path(file).parent) for file in (__file__, torch.__file__, importlib.__file__)]
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith((*others, "<frozen"))]
         where = f"{own[-1].filename}:{own[-1].lineno}" if own else text
-        raise InputError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if device == "meta" and "meta" in told.lower():
+            told += "; the meta device has no values to read while a model is built: --real builds it on the CPU"
+        raise InputError(f"{where}: {told}") from None
 
 
 def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
@@ -144,12 +125,12 @@ def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
         made: nn.Module = known(read) if known else transformers.AutoModel.from_config(read, **options)
         return made.to(read.dtype) if read.dtype else made
 
-    made = _build(make, str(path), real=False)
+    made = _call(make, str(path), "meta")
     head = made.get_output_embeddings()
-    found = of_module(made, f"{type(made).__name__}, of {path}", None if head is None else head.weight)
-    if not names:
-        found = replace(found, notes=(*found.notes, f"{path} names no architecture: {type(made).__name__} has no head"))
-    return found
+    found = _of_module(made, f"{type(made).__name__}, of {path}", None if head is None else head.weight)
+    if names:
+        return found
+    return replace(found, notes=(f"{path} names no architecture: {type(made).__name__} has no head",))
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -162,43 +143,48 @@ _EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|embed\w*|\w*embeddings?|shared)\.wei
 
 
 def _of_safetensors(path: Path) -> Model:
-    from safetensors import SafetensorError, safe_open
-
-    files, named = [path], dict[str, Any]()
+    file_of: dict[str, str] = {}
     if path.suffix == ".json":
-        named = _json(path).get("weight_map", named)
-        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        file_of = _json(path).get("weight_map") or {}
+        if not file_of or not all(isinstance(file, str) for file in file_of.values()):
             raise InputError(f"{path} is no index: it has no weight_map")
-        files = [path.parent / name for name in dict.fromkeys(named.values())]
     params, left_out, untrained = dict[str, nn.Parameter](), list[str](), 0
-    for file in files:
-        try:
-            if not file.is_file():
-                raise InputError(f"{path} names {len(files)} files, of which {file.name} is missing")
-            if file.open("rb").read(23) == b"version https://git-lfs":
-                raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
-                    found = opened.get_slice(name)
-                    dtype = None if _BUFFERS.search(name) else _DTYPES.get(found.get_dtype())
-                    if dtype is None:
-                        left_out.append(name)
-                        untrained += math.prod(found.get_shape()) * (found.get_dtype() not in _DTYPES)
-                    else:
-                        params[name] = nn.Parameter(torch.empty(found.get_shape(), dtype=dtype, device="meta"))
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file} is damaged: {error}") from None
-    if absent := named.keys() - params.keys() - {*left_out}:
-        raise InputError(f"{path} names the tensor {min(absent)!r}, which {named[min(absent)]} does not have")
-    embeddings = {name: param for name, param in params.items() if param.ndim == 2 and _EMBEDDINGS.search(name)}
+    for file in [path.parent / name for name in dict.fromkeys(file_of.values())] or [path]:
+        for name, shape, kind in _header(file):
+            if kind in _DTYPES and not _BUFFERS.search(name):
+                params[name] = nn.Parameter(torch.empty(shape, dtype=_DTYPES[kind], device="meta"))
+            else:
+                left_out.append(name)
+                untrained += math.prod(shape) if kind not in _DTYPES else 0
+    absent = sorted(file_of.keys() - params.keys() - {*left_out})
+    if absent:
+        raise InputError(f"{path} names the tensor {absent[0]!r}, which {file_of[absent[0]]} does not have")
     if untrained > sum(param.numel() for param in params.values()):
         raise InputError(f"{path}: most of it is of a dtype that is not trained, such as {left_out[0]}")
-    vocabulary = max([param.shape[0] for param in embeddings.values()], default=0)
-    matrices = {n for n, p in params.items() if p.ndim == 2 and n not in embeddings and p.shape[0] != vocabulary}
+    two_d = {name: len(param) for name, param in params.items() if param.ndim == 2}
+    embeddings = {name: rows for name, rows in two_d.items() if _EMBEDDINGS.search(name)}
+    vocabulary = max(embeddings.values(), default=0)
+    matrices = frozenset(name for name, rows in two_d.items() if name not in embeddings and rows != vocabulary)
     notes = [f"left out, as buffers or of a dtype that is not trained: {listed(left_out)}"] if left_out else []
     if not embeddings:
         notes.append("no embedding was recognised by its name: --show lists what counts as a matrix")
-    return Model(str(path), params, 0, frozenset(matrices), notes=tuple(notes))
+    return Model(str(path), params, 0, matrices, notes=tuple(notes))
+
+
+def _header(file: Path) -> list[tuple[str, list[int], str]]:
+    """Return the name, shape and dtype of each tensor in a file of safetensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if file.open("rb").read(23) == b"version https://git-lfs":
+            raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
+        with safe_open(file, framework="pt") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 - it is no dict
+            return [(name, found.get_shape(), found.get_dtype()) for name, found in slices]
+    except FileNotFoundError:
+        raise InputError(f"{file} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} is damaged: {error}") from None
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -29,57 +29,59 @@ BY_ARITHMETIC = "* by the same arithmetic, not run; FSDP2 without the layers tha
 def table(rows: Iterable[Row], memory: int | None) -> Table:
     """Return a table with a line for each row, in at most 80 columns. Each number is the largest of any rank."""
     found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    names = ["state", "peak", "work", "sent", "sent, all", *(["left"] if memory is not None else [])]
-    for name in ("ranks", "partition", *names):
-        found.add_column(name, justify="right" if name in names else "left", no_wrap=True)
+    for name in ("ranks", "partition"):
+        found.add_column(name, no_wrap=True)
+    for name in ("state", "peak", "work", "sent", "sent, all", *(["left"] if memory is not None else [])):
+        found.add_column(name, justify="right", no_wrap=True)
     for _, of_count in groupby(rows, key=lambda row: row.count):
         found.add_section()
         for row in of_count:
-            found.add_row(
-                str(row.count), row.partition + "*" * (row.plan is None and row.ranks != ()), *_cells(row, memory)
-            )
+            found.add_row(str(row.count), row.partition + "*" * row.is_arithmetic, *_cells(row, memory))
     return found
 
 
 def _cells(row: Row, memory: int | None) -> list[str]:
     if not row.ranks:
         return ["refused"]
-    sizes = [max(rank.state for rank in row.ranks), row.largest.total, max(row.sent), sum(row.sent)]
-    found = [*map(format_bytes, sizes)]
-    found.insert(2, f"{row.plan.imbalance:.2f}" if row.plan is not None else "")
+    state, peak = max(rank.state for rank in row.ranks), row.largest.total
+    work = f"{row.plan.imbalance:.2f}" if row.plan is not None else ""
+    found = [format_bytes(state), format_bytes(peak), work, format_bytes(max(row.sent)), format_bytes(sum(row.sent))]
     if memory is not None:
-        left = memory - row.largest.total
-        found.append(f"[red]{format_bytes(left)}[/red]" if left < 0 else format_bytes(left))
+        left = format_bytes(memory - peak)
+        found.append(f"[red]{left}[/red]" if peak > memory else left)
     return found
 
 
 def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return what ``--json`` prints; sizes are bytes."""
+    """Return what ``--json`` prints, without the command's options; sizes are bytes."""
+    params = model.params.values()
     return {
         "schema": SCHEMA,
         "model": model.source,
         "notes": [*model.notes, NOT_COUNTED],
-        "dtypes_of_model": model.dtypes,
+        "dtypes_of_model": [*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in params)],
         "memory": memory,
         "advice": dict(advice),
-        "elements": sum(param.numel() for param in model.params.values()),
-        "frozen": sum(param.numel() for param in model.params.values() if not param.requires_grad),
-        "rows": [
-            {
-                "optimizers": row.optimizers,
-                "ranks": row.count,
-                "partition": row.partition,
-                "is_arithmetic": row.plan is None and row.ranks != (),
-                "note": row.note,
-                "work": [] if row.plan is None else [*row.plan.loads],
-                "imbalances": {} if row.plan is None else dict(row.plan.imbalances),
-                "lower_bound": None if row.plan is None else row.plan.lower_bound,
-                "per_rank": [{**asdict(rank), "total": rank.total} for rank in row.ranks],
-                "sent": [*row.sent],
-                "left": None if memory is None or not row.ranks else memory - row.largest.total,
-            }
-            for row in rows
-        ],
+        "elements": sum(param.numel() for param in params),
+        "frozen": sum(param.numel() for param in params if not param.requires_grad),
+        "rows": [_row_as_json(row, memory) for row in rows],
+    }
+
+
+def _row_as_json(row: Row, memory: int | None) -> Mapping[str, Any]:
+    plan = row.plan
+    return {
+        "optimizers": row.optimizers,
+        "ranks": row.count,
+        "partition": row.partition,
+        "is_arithmetic": row.is_arithmetic,
+        "note": row.note,
+        "work": [*plan.loads] if plan is not None else [],
+        "imbalances": dict(plan.imbalances) if plan is not None else {},
+        "lower_bound": plan.lower_bound if plan is not None else None,
+        "per_rank": [{**asdict(rank), "total": rank.total} for rank in row.ranks],
+        "sent": [*row.sent],
+        "left": memory - row.largest.total if memory is not None and row.ranks else None,
     }
 
 
