@@ -1,7 +1,6 @@
 """Adds the logs of ``TORCH_DISTRIBUTED_DEBUG`` to a step and, at the level DETAIL, checks of every step.
 
-At DETAIL every rank raises the same error if ranks differ. An edit of the state raises on the rank that made it,
-because only the owner has the values.
+Every rank raises the same error if ranks differ. An edit of the state raises only on its owner, which has the values.
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ _logger = logging.getLogger("zeroshard.debugging")
 
 
 class StepChecks:
-    """Logs plan, buckets and traffic after the first step and after changes, and at DETAIL checks every step.
-
-    Args:
-        coordinator: agrees on the process group.
-        local: has the parameters, and the state of this rank.
-        compares: whether to compare ranks, as at the level DETAIL. The constructor is collective then.
-    """
+    """Logs plan, buckets and traffic after the first step and after changes, and at DETAIL checks every step."""
 
     def __init__(self, coordinator: Coordinator, local: LocalOptimizer, *, compares: bool) -> None:
+        """Compare the parameters that DistributedDataParallel ignores, if ranks are to be compared. Collective then."""
         self._coordinator, self._local, self._compares = coordinator, local, compares
         self._logged: object = None
         self._state: dict[int, list[object]] = {}
@@ -43,11 +37,9 @@ class StepChecks:
         self._compare("gradient of", [param.grad for param in self._local.params], "step(), before the update")
 
     def compare_params(self, active: Sequence[bool], *, keeps_state: bool) -> None:
-        """Compare the parameters that a step has changed. Collective.
+        """Compare the parameters that a step has changed, which are active. Collective.
 
-        Args:
-            active: whether a step may have changed the parameter, by tensor.
-            keeps_state: whether to keep digests of the state for :meth:`edited_state`, because a backward stepped.
+        If a backward stepped, ``keeps_state`` keeps digests of the state for :meth:`edited_state`.
         """
         changed = [param if is_active else None for param, is_active in zip(self._local.params, active, strict=True)]
         self._compare("parameter", changed, "step(), after parameters were broadcast")
@@ -55,9 +47,8 @@ class StepChecks:
 
     def log(self, buckets: Sequence[Sequence[int]], description: Callable[[], str]) -> None:
         """Log a description if the plan, or the tensors of the buckets, have changed since the last log."""
-        present = self._local.plan, buckets
-        if present != self._logged:
-            self._logged = present
+        if self._logged != (self._local.plan, buckets):
+            self._logged = self._local.plan, buckets
             _logger.info("%s\n%s", description(), self._local.plan)
 
     def edited_state(self) -> str:
@@ -67,12 +58,11 @@ class StepChecks:
         return label_in(self._local.plan, edited[0]) if edited else ""
 
     def _digests_of_state(self) -> dict[int, list[object]]:
-        local = self._local
-        return {
-            index: [digest_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(entries)]
-            for index, shard in local.shards.items()
-            for entries in [local.own_state(shard)]
-        }
+        found: dict[int, list[object]] = {}
+        for index, shard in self._local.shards.items():
+            entries = leaves(self._local.own_state(shard))
+            found[index] = [digest_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in entries]
+        return found
 
     def _compare(self, what: str, tensors: Sequence[torch.Tensor | None], operation: str) -> None:
         if not self._compares:
@@ -81,15 +71,17 @@ class StepChecks:
         gathered = self._coordinator.gather_ints([*map(digest_of, tensors)], operation)
         by_tensor = list(zip(*gathered, strict=True))
         found = [index for index, of_ranks in enumerate(by_tensor) if len(set(of_ranks)) > 1]
-        for index in found[:1]:
-            owner, *_ = plan.owners[index]
-            odd = [str(rank) for rank, digest in enumerate(by_tensor[index]) if digest != by_tensor[index][owner]]
-            others = f" So do {len(found) - 1} other tensors." if len(found) > 1 else ""
-            raise DisagreementError(
-                f"{operation}: the {what} {label_in(plan, index)} differs between ranks: on rank{'s' * (len(odd) > 1)} "
-                f"{', '.join(odd)} it is not what rank {owner} has, which owns it.{others} Change the model alike on "
-                f"every rank"
-            )
+        if not found:
+            return
+        index = found[0]
+        owner, *_ = plan.owners[index]
+        odd = [str(rank) for rank, digest in enumerate(by_tensor[index]) if digest != by_tensor[index][owner]]
+        on = "ranks" if len(odd) > 1 else "rank"
+        others = f" So do {len(found) - 1} other tensors." if len(found) > 1 else ""
+        raise DisagreementError(
+            f"{operation}: the {what} {label_in(plan, index)} differs between ranks: on {on} {', '.join(odd)} it is "
+            f"not what rank {owner} has, which owns it.{others} Change the model alike on every rank"
+        )
 
 
 def digest_of(tensor: torch.Tensor | None) -> int:

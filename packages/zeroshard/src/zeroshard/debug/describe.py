@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from zeroshard_comm import KINDS, Coordinator, Volume
-from zeroshard_core import GroupBytes, Plan, Prediction, predict
 
 from zeroshard.byte_units import format_bytes
 from zeroshard.grads.bucket import BucketState
 from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.plan.group_classes import names_of
+from zeroshard.plan.group_classes import GroupClass, names_of
+from zeroshard.plan.groups import ParamGroup
 from zeroshard.plan.layout import Layout, Policy
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import leaves
-
-_NOTHING = GroupBytes(lambda _: 0, lambda _: 0, lambda _: 0)
 
 
 @dataclass(frozen=True)
@@ -132,67 +130,52 @@ def describe(
     metadata: StateMetadata,
     states: Iterable[BucketState],
 ) -> OptimizerDescription:
-    """Describe an optimizer as it is now. Not collective.
-
-    Args:
-        coordinator: knows the rank, and the traffic so far.
-        policy: how tensors are partitioned.
-        layout: who owns what, and which tensors are active.
-        local: has the param groups, and the state of this rank.
-        metadata: knows the state of all ranks.
-        states: the buckets of a communication hook; none without one.
-    """
-    plan, active, ranks = layout.plan, layout.active, coordinator.ranks
-    state = {index: local.state_of(shard) for index, shard in local.shards.items()}
+    """Describe an optimizer, and the buckets of its communication hook, if it has one, as they are now."""
+    plan, ranks = layout.plan, coordinator.ranks
+    owned = {s.tensor: s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)}
+    state = {index: _nbytes(local.state_of(shard)) for index, shard in local.shards.items()}
     tensors = tuple(
         TensorDescription(
-            spec.name,
-            spec.shape,
-            str(spec.dtype).removeprefix("torch."),
-            plan.owners[index],
-            active[index],
-            spec.nbytes,
-            _nbytes(state.get(index)),
-            _nbytes(metadata.placeholders(index)),
+            name=spec.name,
+            shape=spec.shape,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            owners=plan.owners[index],
+            is_active=layout.active[index],
+            nbytes=spec.nbytes,
+            state_bytes_here=state.get(index, 0),
+            state_bytes=_nbytes(metadata.placeholders(index)),
         )
         for index, spec in enumerate(plan.tensors)
     )
-    buckets = tuple(
-        BucketDescription(
-            bucket.tensors,
-            sum(tensors[index].nbytes for index in bucket.tensors),
-            tuple(sorted({owner for index in bucket.tensors for owner in plan.owners[index]})),
-        )
-        for bucket in states
-    )
+    buckets = tuple(_describe_bucket(bucket.tensors, tensors) for bucket in states)
     reduced = {index for bucket in buckets for index in bucket.tensors}
-    is_reduced = [index in reduced for index in range(len(tensors))]
     return OptimizerDescription(
-        names_of(policy.classes),
-        ranks.rank,
-        ranks.world_size,
-        policy.name,
-        tuple(
-            f"{len(group['params'])} tensors"
-            + (f", {each.name}" if policy.has_several else "")
-            + (f", lr {group['lr']}" if "lr" in group else "")
-            for group, each in zip(local.groups, policy.classes, strict=True)
-        ),
-        plan.imbalance,
-        sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)),
-        sum(map(_nbytes, [*state.values(), *local.other_state().values()])),
-        tensors,
-        buckets,
-        _predicted(plan, active).sent_in_step[ranks.rank],
-        _predicted(plan, is_reduced).sent_in_backward[ranks.rank],
-        {kind: coordinator.traffic.of(kind) for kind in KINDS},
+        optimizer=names_of(policy.classes),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        partition=policy.name,
+        groups=tuple(_group_text(policy, *group) for group in zip(local.groups, policy.classes, strict=True)),
+        imbalance=plan.imbalance,
+        owned_bytes=sum(owned.values()),
+        state_bytes_here=sum(state.values()) + _nbytes(local.other_state()),
+        tensors=tensors,
+        buckets=buckets,
+        step_bytes=(ranks.world_size - 1) * sum(nbytes for index, nbytes in owned.items() if layout.active[index]),
+        backward_bytes=sum(tensors[index].nbytes - owned.get(index, 0) for index in reduced),
+        traffic={kind: coordinator.traffic.of(kind) for kind in KINDS},
     )
 
 
-def _predicted(plan: Plan, trains: Sequence[bool]) -> Prediction:
-    """Predict for a plan in which only the flagged tensors are trainable."""
-    specs = tuple([replace(spec, trainable=flag) for spec, flag in zip(plan.tensors, trains, strict=True)])
-    return predict(replace(plan, tensors=specs), [_NOTHING] * (1 + max([spec.group for spec in specs], default=0)))
+def _describe_bucket(indices: tuple[int, ...], tensors: Sequence[TensorDescription]) -> BucketDescription:
+    own = [tensors[index] for index in indices]
+    owners = {owner for tensor in own for owner in tensor.owners}
+    return BucketDescription(indices, sum(tensor.nbytes for tensor in own), tuple(sorted(owners)))
+
+
+def _group_text(policy: Policy, group: ParamGroup, chosen: GroupClass) -> str:
+    name = f", {chosen.name}" if policy.has_several else ""
+    rate = f", lr {group['lr']}" if "lr" in group else ""
+    return f"{len(group['params'])} tensors{name}{rate}"
 
 
 def _nbytes(value: object) -> int:
