@@ -8,7 +8,8 @@ import inspect
 import pytest
 import torch
 from torch import nn, optim
-from zeroshard.plan.eligibility import ELEMENTWISE, check_shardable, is_elementwise
+from zeroshard.plan.eligibility import ELEMENTWISE, check_shardable
+from zeroshard.plan.group_classes import GroupClass
 
 NOT_ELEMENTWISE = {optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon}
 
@@ -41,10 +42,10 @@ def test_a_subclass_must_be_declared() -> None:
     class Declared(optim.Adam):
         elementwise = True
 
-    assert not is_elementwise(Child)
-    assert is_elementwise(Child, declared=True)
-    assert is_elementwise(Declared)
-    assert is_elementwise(functools.partial(optim.Adam, lr=0.1))
+    assert not GroupClass(Child, {}).may_be_cut
+    assert GroupClass(Child, {}, elementwise=True).may_be_cut
+    assert GroupClass(Declared, {}).may_be_cut
+    assert GroupClass(functools.partial(optim.Adam, lr=0.1), {}).may_be_cut
 
 
 def test_lbfgs_is_refused_by_name_also_behind_a_partial() -> None:

@@ -2,8 +2,7 @@
 
 An optimizer is *elementwise* if the new value of an element depends on that element's own gradient and state (and on
 numbers that are the same for the whole tensor, such as a step count). Cutting a tensor then changes nothing. It
-*couples* tensors if it reads other tensors, which another rank may own, to update one. This module knows such classes
-by name, and imports none of them. :func:`zeroshard.check_optimizer` tests any other class.
+*couples* tensors if it reads other tensors, which another rank may own, to update one: such classes are known by name.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import optim
 
@@ -51,31 +50,15 @@ def name_of(factory: Callable[..., Any]) -> str:
     return getattr(found, "__name__", repr(found))
 
 
-def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool:
-    """Return True if tensors may be cut: the class is torch's, is declared so, or has ``elementwise = True``."""
-    found = class_of(factory)
-    return declared or found in ELEMENTWISE or getattr(found, "elementwise", False) is True
-
-
 def check_shardable(factory: OptimizerFactory) -> None:
-    """Raise a TypeError for an object that cannot be called, and a ValueError for LBFGS, which cannot be sharded."""
+    """Raise a TypeError for an object that cannot be called, and a ValueError for LBFGS."""
     found = class_of(factory)
     if not callable(found):
         raise TypeError(f"`optimizer_class` must be an optimizer class, but got {found!r}")
     if isinstance(found, type) and issubclass(found, optim.LBFGS):
         raise ValueError(
-            f"{found.__name__} cannot be sharded: its direction and line search couple all parameters, so no rank can "
-            f"step only its own share. Use it unsharded."
+            f"{found.__name__} cannot be sharded: its direction and line search couple all parameters. Use it unsharded"
         )
-
-
-def not_elementwise(name: str, partition: str, group: int | None) -> ValueError:
-    """Return the error for a partition that cuts tensors of a class; ``group`` is None if all groups have one class."""
-    which, instead = (name, "whole") if group is None else (f"{name}, the class of param group {group},", "level")
-    return ValueError(
-        f"partition={partition!r} cuts tensors, but {which} is not known to be elementwise: it may look at a whole "
-        f"tensor to update one element. Use partition={instead!r}, or pass elementwise=True if it is."
-    )
 
 
 Coupled = Literal["refuse", "allow"]
@@ -84,12 +67,11 @@ Coupled = Literal["refuse", "allow"]
 
 @dataclass(frozen=True)
 class Coupling:
-    """The way in which a class couples tensors."""
+    """The way in which a class couples tensors: always, or with certain arguments, each with a test of the value."""
 
+    # Completes a sentence that begins with "it".
     why: str
-    """Completes a sentence that begins with "it"."""
     arguments: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
-    """The arguments with which it couples, each with a test of the value; empty if it always couples."""
 
 
 def _is_global_clip(value: Any) -> bool:  # noqa: ANN401 - a name, a function, or none
@@ -143,50 +125,46 @@ COUPLED: Mapping[str, Coupling] = {
 
 def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], coupled: Coupled) -> None:
     """Raise a ValueError if a new optimizer, or one that it wraps, couples tensors and ``coupled`` refuses that."""
-    if coupled not in ("refuse", "allow"):
+    if coupled not in get_args(Coupled):
         raise ValueError(f"`coupled` must be 'refuse' or 'allow', but got {coupled!r}")
     wrapped = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer)]
     for built in [optimizer, *wrapped] if coupled == "refuse" else []:
-        given = [{**vars(built), **arguments, **group} for group in built.param_groups]
-        for name in _known_names(type(built)):
-            _check(name, COUPLED[name], given)
+        _check(type(built), [{**vars(built), **arguments, **group} for group in built.param_groups])
 
 
 def check_class_uncoupled(factory: OptimizerFactory, coupled: Coupled) -> None:
     """Raise a ValueError if a class always couples tensors and ``coupled`` refuses that. Builds nothing."""
     kind = class_of(factory)
-    for name in _known_names(kind) if isinstance(kind, type) and coupled == "refuse" else []:
-        if not COUPLED[name].arguments:
-            _check(name, COUPLED[name], [])
+    if isinstance(kind, type) and coupled == "refuse":
+        _check(kind, [])
 
 
-def _known_names(kind: type) -> list[str]:
-    names = [f"{each.__module__.partition('.')[0]}.{each.__qualname__}" for each in kind.__mro__]
-    return [name for name in names if name in COUPLED]
-
-
-def _check(name: str, coupling: Coupling, given: list[dict[str, Any]]) -> None:
-    found = [
-        f"{argument}={settings[argument]}"
-        for argument, couples in coupling.arguments.items()
-        for settings in given
-        if argument in settings and couples(settings[argument])
-    ]
-    if found or not coupling.arguments:
-        called, instead = (f"{name} with {found[0]}", f"it without {found[0]}, ") if found else (name, "")
-        raise ValueError(
-            f"{called} couples tensors: it {coupling.why}. Each rank steps only the tensors that it owns, so training "
-            f"would differ from one process, without an error. Use {instead}an optimizer that updates each "
-            f"tensor by itself, such as torch.optim.AdamW, or this one unsharded; or pass coupled='allow' if each rank "
-            f"may see only its own tensors."
-        )
+def _check(kind: type, given: list[dict[str, Any]]) -> None:
+    """Raise a ValueError if a class couples tensors, always or with the settings of a param group."""
+    for base in kind.__mro__:
+        name = f"{base.__module__.partition('.')[0]}.{base.__qualname__}"
+        coupling = COUPLED.get(name)
+        if coupling is None:
+            continue
+        found = [
+            f"{argument}={settings[argument]}"
+            for argument, couples in coupling.arguments.items()
+            for settings in given
+            if argument in settings and couples(settings[argument])
+        ]
+        if found or not coupling.arguments:
+            called, instead = (f"{name} with {found[0]}", f"it without {found[0]}, ") if found else (name, "")
+            raise ValueError(
+                f"{called} couples tensors: it {coupling.why}, but each rank steps only the tensors that it owns. Use "
+                f"{instead}an optimizer that updates each tensor by itself, such as torch.optim.AdamW, or this one "
+                f"unsharded; or pass coupled='allow' if each rank may see only its own tensors"
+            )
 
 
 STEPPED_IN_PARTS = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
-"""The classes of torch.optim that keep all state per tensor. A subclass may not.
+"""The classes of torch.optim that keep all state per tensor. No check detects that others, and subclasses, do not.
 
-An optimizer that counts its steps in a param group, or in itself, would count once per part, and one that wraps another
-would step all tensors of the other. No check can detect this.
+Such an optimizer would count its steps once per part, or step all tensors of an optimizer that it wraps.
 """
 
 
@@ -202,8 +180,8 @@ def check_differentiable(optimizer: optim.Optimizer) -> None:
     """Raise a ValueError if a param group of an optimizer has ``differentiable=True``."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from "
-            f"one rank to another. Leave it out, or use the optimizer unsharded"
+            f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from one rank "
+            f"to another. Leave it out, or use the optimizer unsharded"
         )
 
 

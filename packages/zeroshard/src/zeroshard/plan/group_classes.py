@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import optim
 from zeroshard_core import Cost
 
-from zeroshard.plan.eligibility import OptimizerFactory, check_shardable, class_of, is_elementwise, name_of
-from zeroshard.plan.groups import MEMBERS, ParamGroup
+from zeroshard.plan.eligibility import ELEMENTWISE, OptimizerFactory, check_shardable, class_of, name_of
+from zeroshard.plan.groups import ParamGroup
 
 OPTIONS = ("optimizer_class", "optimizer_defaults", "cost", "elementwise")
 """Keys of a param group that say how to step and partition it. No ``param_groups`` and no state dict has them."""
@@ -23,13 +23,10 @@ _ADDED = frozenset({"param_names", "name", "initial_lr", "max_lr", "min_lr", "ba
 
 @dataclass(frozen=True, eq=False)
 class GroupClass:
-    """The optimizer class of a param group.
+    """The optimizer class of a param group, with the cost of its tensors, which is None for the optimizer's cost.
 
-    Attributes:
-        factory: the class, or a ``functools.partial`` of it.
-        defaults: keyword arguments that its constructor gets beside the partial's.
-        elementwise: whether the user declared it elementwise, for this group.
-        cost: the cost of a tensor of this group, as a function or a dict by name; None for the optimizer's.
+    The factory is a class or a ``functools.partial`` of one, whose arguments ``defaults`` extend and replace. The class
+    is ``elementwise`` here if the user declared it so.
     """
 
     factory: OptimizerFactory
@@ -53,19 +50,16 @@ class GroupClass:
 
     @property
     def may_be_cut(self) -> bool:
-        """True if tensors of this group may be cut."""
-        return is_elementwise(self.factory, declared=self.elementwise)
+        """True if tensors may be cut: the class is torch's, is declared elementwise, or has ``elementwise = True``."""
+        found = class_of(self.factory)
+        return self.elementwise or found in ELEMENTWISE or getattr(found, "elementwise", False) is True
 
     def is_stepped_with(self, other: GroupClass) -> bool:
         """Return True if one local optimizer steps the groups of both, because class and arguments are equal."""
-        if self is other:
-            return True
         mine, others = self.arguments, other.arguments
-        return (
-            class_of(self.factory) is class_of(other.factory)
-            and mine.keys() == others.keys()
-            and all(mine[key] is others[key] or _are_equal(mine[key], others[key]) for key in mine)
-        )
+        if class_of(self.factory) is not class_of(other.factory) or mine.keys() != others.keys():
+            return False
+        return all(_are_equal(mine[key], others[key]) for key in mine)
 
     def build(self, groups: Iterable[ParamGroup]) -> optim.Optimizer:
         """Build an optimizer over param groups of this class, which keeps these dicts unless the class copies them."""
@@ -73,10 +67,8 @@ class GroupClass:
         try:
             return self.factory(given, **self.defaults)
         except Exception:
-            own = [{key: group[key] for key in group if key not in _ADDED} for group in given]
-            if own == given:
-                raise
             # Some classes accept only their own keys.
+            own = [{key: group[key] for key in group if key not in _ADDED} for group in given]
             with suppress(Exception):
                 built = self.factory(own, **self.defaults)
                 for inside, group in zip(built.param_groups, given, strict=True):
@@ -88,9 +80,7 @@ class GroupClass:
 def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup, GroupClass]:
     """Return a param group without its :data:`OPTIONS`, and the class that they describe.
 
-    Raises:
-        TypeError: if an option has a wrong type.
-        ValueError: if its class cannot be sharded.
+    Raises a TypeError if an option has a wrong type, and a ValueError if the class cannot be sharded.
     """
     options = {key: group[key] for key in OPTIONS if key in group}
     if not options:
@@ -99,23 +89,17 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
     check_shardable(factory)
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise TypeError(f"`optimizer_defaults` of a param group must be a dict of keyword arguments, but is {given!r}")
-    if MEMBERS & given.keys():
-        raise TypeError(f"`optimizer_defaults` of a param group has the key {min(MEMBERS & given.keys())!r}")
     cost, elementwise = options.get("cost"), options.get("elementwise", False)
     if not (cost is None or callable(cost) or isinstance(cost, Mapping)):
         raise TypeError(f"`cost` of a param group must be a function or a dict by name, but is {cost!r}")
     if not isinstance(elementwise, bool):
         raise TypeError(f"`elementwise` of a param group must be True or False, but is {elementwise!r}")
-    is_constructors = class_of(factory) is class_of(constructors.factory)
-    # The group's own arguments take precedence.
-    written = GroupClass(options.get("optimizer_class", class_of(factory)), given).arguments
-    inherited = {key: value for key, value in constructors.defaults.items() if is_constructors and key not in written}
-    found = GroupClass(
-        factory if "optimizer_class" in options else constructors.factory,
-        {**inherited, **given},
-        elementwise or (is_constructors and constructors.elementwise),
-        cost,
-    )
+    found = GroupClass(factory, given, elementwise, cost)
+    if class_of(factory) is class_of(constructors.factory):
+        # The group's own arguments take precedence.
+        own = found.arguments if "optimizer_class" in options else given
+        inherited = {key: value for key, value in constructors.defaults.items() if key not in own}
+        found = replace(found, defaults={**inherited, **given}, elementwise=elementwise or constructors.elementwise)
     return {key: value for key, value in group.items() if key not in OPTIONS}, found
 
 
@@ -176,8 +160,10 @@ def check_hyperparameters(
 
 
 def _are_equal(one: object, other: object) -> bool:
+    if one is other:
+        return True
     plain = (bool, int, float, str, tuple, list, dict)
+    # Containers may have values that cannot be compared, such as tensors.
     with suppress(Exception):
         return isinstance(one, plain) and isinstance(other, plain) and bool(one == other)
-    # They hold values that cannot be compared, such as tensors.
     return False

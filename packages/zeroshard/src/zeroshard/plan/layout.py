@@ -1,8 +1,7 @@
 """Computes the first plan of an optimizer, and the next one after changes of the model, without changing anything.
 
 The plan depends on the parameters' shapes, dtypes and memory formats, on which of them are trainable when the optimizer
-is built or their group is added, and on the order in which groups were added. A tensor keeps its owner. Every rank
-computes the plan by itself; the next agreement checks that all ranks have the same plan.
+is built or their group is added, and on the order of the groups. Each rank computes it alone; agreements compare it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from zeroshard_core import (
     repartition,
 )
 
-from zeroshard.plan.eligibility import Coupled, name_of, not_elementwise
-from zeroshard.plan.group_classes import GroupClass, assign, names_of
+from zeroshard.plan.eligibility import Coupled, name_of
+from zeroshard.plan.group_classes import GroupClass, assign
 from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, parameters_of, specs_of
 from zeroshard.plan.hyperparameters import to_text
 
@@ -40,18 +39,8 @@ Partition = str | Strategy | Level
 class Policy:
     """The settings that decide how to partition an optimizer, fixed at construction except for names and new groups.
 
-    Attributes:
-        strategy: ``"whole"``, ``"split"``, ``"level"``, a :class:`zeroshard_core.Level` or a callable.
-        cost: the cost of a tensor, as a function or a dict by name; None for the default.
-        classes: the optimizer class of each param group, which decides whether its tensors may be cut.
-        costs: the costs of the tensors of each param group.
-        as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
-        world_size: number of ranks.
-        coupled: whether the class may couple tensors.
-        master_weights: whether the owners of parameters in half precision step float32 copies of them.
-        names: the names of parameters that the user passed without names.
-        debug_level: the level of ``TORCH_DISTRIBUTED_DEBUG`` when the optimizer was built: OFF, INFO or DETAIL.
-        by_messages: the types of devices whose tensors ranks send by messages, and not by collectives.
+    ``classes`` and ``costs`` have an entry for each param group, and ``names`` has the parameters that the user passed
+    without names. Ranks send tensors of the device types ``by_messages`` by messages, and others by collectives.
     """
 
     strategy: Partition
@@ -63,7 +52,7 @@ class Policy:
     classes: Sequence[GroupClass] = ()
     costs: Sequence[GroupCost] = ()
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
-    # torch documents this function, but does not list it.
+    # The level of TORCH_DISTRIBUTED_DEBUG: OFF, INFO or DETAIL. torch documents this function, but does not list it.
     debug_level: str = field(default_factory=lambda: dist.get_debug_level().name)  # type: ignore[attr-defined]
     by_messages: Sequence[str] = ("cpu",)
 
@@ -79,39 +68,23 @@ class Policy:
         """True if there are several local optimizers."""
         return len(set(assign(self.classes))) > 1
 
-    @property
-    def class_names(self) -> str:
-        """The name of the class, or the classes of all groups."""
-        return ", ".join(each.name for each in self.classes) if self.has_several else names_of(self.classes)
-
     def arguments(self, specs: Sequence[TensorSpec]) -> dict[str, Any]:
         """Return the arguments of :func:`zeroshard_core.partition` for these tensors."""
-        how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": self._smallest_part(specs)}
+        # A part costs a message, but nothing in a collective. There, large parts cost padding if there are many ranks:
+        # at 512 ranks, the buckets of GPT-2 become 1.75 times as large, and 1.15 times as large with small parts.
+        sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
+        smallest = SMALLEST_PART if sends or self.world_size < 64 else 1024
+        how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": smallest}
         if self.strategy == "level" or isinstance(self.strategy, Level):
             return {**how, "groups": self.costs}
         if any(each.cost is not None for each in self.classes) or (self.has_several and self.cost is None):
             return {**how, "cost": lambda spec: self.costs[spec.group].work(spec)}
         return {**how, "cost": numel if self.cost is None else self.cost}
 
-    def _smallest_part(self, specs: Sequence[TensorSpec]) -> int:
-        """Return the least number of elements of a part of a cut tensor.
-
-        Each part costs a message, but nothing in a collective. In a collective of many ranks, large parts cost padding:
-        at 512 ranks, they make the buckets of GPT-2 1.75 times as large, and small parts make them 1.15 times as large.
-        """
-        sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
-        return SMALLEST_PART if sends or self.world_size < 64 else 1024
-
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan, and the other values that decide which messages a step sends.
-
-    Attributes:
-        plan: who owns what.
-        active: whether a step may change the tensor, for each tensor.
-        config: this rank's contribution to agreements on the layout.
-    """
+    """A plan, for each tensor whether a step may change it, and this rank's contribution to agreements on both."""
 
     plan: Plan
     active: tuple[bool, ...]
@@ -126,52 +99,57 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
 def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGroup]) -> Layout:
     """Return the layout after a change of the parameters. Tensors keep their owners; tensors of new groups get one."""
     active = active_mask(parameters_of(groups))
-    before = [spec.trainable for spec in layout.plan.tensors] if layout is not None else []
+    known = layout.plan.tensors if layout is not None else ()
     # A tensor that was trainable once keeps its weight, because its owner still holds its state.
-    weighs = [now or was for now, was in zip_longest(active, before, fillvalue=False)]
+    weighs = [now or was for now, was in zip_longest(active, [spec.trainable for spec in known], fillvalue=False)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
-    if layout is None:
-        plan = first_plan(policy, specs)
-    else:
-        for index, (old, new) in enumerate(zip(layout.plan.tensors, specs, strict=False)):
-            if old.shape != new.shape:
-                raise ValueError(
-                    f"tensor {index} {new.name!r} has changed its shape from {old.shape} to {new.shape}; its "
-                    f"optimizer state no longer fits, so build a new optimizer"
-                )
-        plan = repartition(layout.plan, specs, **policy.arguments(specs))
-        _check_cuts(policy, plan)
-    settings: dict[str, str | bool] = {
-        "optimizer": policy.class_names,
-        **({"optimizer_defaults": to_text([each.arguments for each in policy.classes])} if policy.has_several else {}),
+    for index, (old, new) in enumerate(zip(known, specs, strict=False)):
+        if old.shape != new.shape:
+            raise ValueError(
+                f"tensor {index} {new.name!r} has changed its shape from {old.shape} to {new.shape}; its optimizer "
+                f"state no longer fits, so build a new optimizer"
+            )
+    plan = place(policy, specs, layout.plan if layout is not None else None)
+    return Layout(plan, active, ShardingConfig(plan, _settings_of(policy), active))
+
+
+def _settings_of(policy: Policy) -> dict[str, str | bool]:
+    """Return the settings that must be equal on all ranks."""
+    settings = {"optimizer": policy.classes[0].name}
+    if policy.has_several:
+        settings["optimizer"] = ", ".join(each.name for each in policy.classes)
+        settings["optimizer_defaults"] = to_text([each.arguments for each in policy.classes])
+    return {
+        **settings,
         "parameters_as_bucket_view": policy.as_bucket_view,
         "coupled": policy.coupled,
         "master_weights": policy.master_weights,
         "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
     }
-    return Layout(plan, active, ShardingConfig(plan, settings, active))
 
 
-def first_plan(policy: Policy, specs: Sequence[TensorSpec]) -> Plan:
-    """Return a plan that places all tensors."""
-    plan = partition(specs, policy.world_size, **policy.arguments(specs))
-    _check_cuts(policy, plan)
-    return plan
+def place(policy: Policy, specs: Sequence[TensorSpec], before: Plan | None = None) -> Plan:
+    """Return a plan in which tensors of an earlier plan keep their owners.
 
-
-def with_work(policy: Policy, plan: Plan) -> Plan:
-    """Return the plan with the work of updates as loads, in place of the costs by which its tensors were placed."""
-    return repartition(plan, plan.tensors, groups=policy.costs)
-
-
-def _check_cuts(policy: Policy, plan: Plan) -> None:
-    """Raise a ValueError if a plan cuts a tensor of a class that may not be elementwise, or would cut a larger one."""
+    Raises a ValueError if it cuts a tensor of a class that may not be elementwise, or would cut a larger one.
+    """
+    arguments = policy.arguments(specs)
+    if before is None:
+        plan = partition(specs, policy.world_size, **arguments)
+    else:
+        plan = repartition(before, specs, **arguments)
     cut = {plan.tensors[index].group for index, ranks in enumerate(plan.owners) if len(ranks) > 1}
     cuts_any = policy.has_several and policy.strategy == "split"
     for number, each in enumerate(policy.classes):
         if not each.may_be_cut and (cuts_any or number in cut):
-            raise not_elementwise(each.name, policy.name, number if policy.has_several else None)
+            which = f"{each.name}, the class of param group {number}," if policy.has_several else each.name
+            raise ValueError(
+                f"partition={policy.name!r} cuts tensors, but {which} is not known to be elementwise: it may look at a "
+                f"whole tensor to update one element. Use partition={'level' if policy.has_several else 'whole'!r}, or "
+                f"pass elementwise=True if it is"
+            )
+    return plan
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:

@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from zeroshard_comm import STAGING_BYTES, row_length
-from zeroshard_core import Cost, GroupBytes, GroupCost, Plan, Prediction, RankBytes, TensorSpec, update_bytes
+from zeroshard_core import (
+    Cost,
+    GroupBytes,
+    GroupCost,
+    Plan,
+    Prediction,
+    RankBytes,
+    TensorSpec,
+    repartition,
+    update_bytes,
+)
 from zeroshard_core import predict as predict_plan
 
 from zeroshard.plan.costs import builder, stepped_spec, with_classes
 from zeroshard.plan.eligibility import ELEMENTWISE, OptimizerFactory, check_shardable, class_of
 from zeroshard.plan.group_classes import GroupClass, take_class
 from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of, read_groups
-from zeroshard.plan.layout import Partition, Policy, first_layout, first_plan, with_work
+from zeroshard.plan.layout import Partition, Policy, first_layout, place
 
 Backend = Literal["gloo", "nccl"]
 """Ranks send tensors by messages (gloo), or by collectives (all other backends), for which parts are smaller."""
@@ -60,21 +71,23 @@ class Planner:
         self._buffers = sum(each.nbytes for each in {*model.buffers()}) if is_module else buffers
         constructors = GroupClass(optimizer_class, defaults, elementwise)
         given = read_groups(model.named_parameters() if is_module else model)
-        self._groups, classes = zip(*[take_class(group, constructors) for group in given], strict=True)
-        for chosen, group in zip(classes, self._groups, strict=True):
-            _check_class(chosen, group)
-        place = {param: number for number, param in enumerate(order)}
-        params = parameters_of(self._groups)
+        groups, classes = zip(*[take_class(group, constructors) for group in given], strict=True)
+        for chosen, group in zip(classes, groups, strict=True):
+            shapes = [torch.empty_like(p, device="meta", requires_grad=p.requires_grad) for p in group["params"]]
+            # Some classes cannot be built over tensors of the meta device. A step on the CPU finds all other errors.
+            with suppress(RuntimeError):
+                chosen.build([{**hyperparameters_of(group), "params": shapes}])
+        params, places = parameters_of(groups), {param: place for place, param in enumerate(order)}
         if len({*params}) < len(params):
-            raise ValueError("a parameter is in two param groups, or twice in one")
-        self._order = sorted(range(len(params)), key=lambda index: place.get(params[index], index))
+            raise ValueError("a parameter is in two param groups")
+        self._order = sorted(range(len(params)), key=lambda index: places.get(params[index], index))
         on_cpu = all(param.device.type == "cpu" for param in params)
         self.backend, self._grad_dtype = backend or ("gloo" if on_cpu else "nccl"), grad_dtype
-        policy = Policy("whole", cost, as_bucket_view=False, world_size=1, master_weights=master_weights)
-        by_messages = ("cpu", "meta") if self.backend == "gloo" else ()
-        self._policy = with_classes(replace(policy, by_messages=by_messages), classes, self._groups, strict=True)
-        self._specs = first_layout(self._policy, self._groups).plan.tensors
-        self._bytes = [self._bytes_of(*each) for each in zip(classes, self._policy.costs, self._groups, strict=True)]
+        sends = ("cpu", "meta") if self.backend == "gloo" else ()
+        policy = Policy("whole", cost, False, 1, master_weights=master_weights, by_messages=sends)
+        self._policy = with_classes(policy, classes, groups, strict=True)
+        self._specs = first_layout(self._policy, groups).plan.tensors
+        self._bytes = [self._bytes_of(*each) for each in zip(classes, self._policy.costs, groups, strict=True)]
 
     @cached_property
     def plain(self) -> RankBytes:
@@ -93,19 +106,14 @@ class Planner:
         return all(each.may_be_cut for each in self._policy.classes)
 
     def predict(
-        self,
-        ranks: int,
-        partition: Partition = "whole",
-        *,
-        reduces_to_owner: bool = True,
-        interleaves: bool = False,
+        self, ranks: int, partition: Partition = "whole", *, reduces_to_owner: bool = True, interleaves: bool = False
     ) -> Prediction:
         """Predict for a number of ranks and a partition; see :func:`predict`.
 
         Raises:
             ValueError: if there is no rank, or the partition cuts tensors of a class that is not elementwise.
         """
-        plan = first_plan(replace(self._policy, strategy=partition, world_size=ranks), self._specs)
+        plan = place(replace(self._policy, strategy=partition, world_size=ranks), self._specs)
         by_messages = self.backend == "gloo" or all(len(owners) == 1 for owners in plan.owners)
         return predict_plan(
             plan,
@@ -118,53 +126,49 @@ class Planner:
 
     def weighed(self, plan: Plan) -> Plan:
         """Return the plan with the work of updates as loads, in place of the costs by which its tensors were placed."""
-        return with_work(self._policy, plan)
+        return repartition(plan, plan.tensors, groups=self._policy.costs)
 
     def _bytes_of(self, chosen: GroupClass, cost: GroupCost, group: ParamGroup) -> GroupBytes:
         settings = {**chosen.arguments, **hyperparameters_of(group)}
         # On accelerators, torch's elementwise classes update all tensors at once by default.
         by_default = self.backend == "nccl" and class_of(chosen.factory) in ELEMENTWISE
-        is_foreach = not settings.get("fused") and bool(by_default if (f := settings.get("foreach")) is None else f)
-        build, known = builder(chosen, group), dict[tuple[tuple[int, ...], torch.dtype], int]()
+        foreach, is_fused = settings.get("foreach"), bool(settings.get("fused"))
+        is_foreach = not is_fused and bool(by_default if foreach is None else foreach)
+        build, stepped = builder(chosen, group), partial(stepped_spec, master_weights=self._policy.master_weights)
 
         def gradients(spec: TensorSpec) -> int:
-            has_master = stepped_spec(spec, master_weights=self._policy.master_weights) is not spec
-            return 4 * spec.numel * (has_master and (self._grad_dtype or spec.dtype) != torch.float32)
+            has_copy = stepped(spec) is not spec and (self._grad_dtype or spec.dtype) != torch.float32
+            return 4 * spec.numel if has_copy else 0
 
-        def update(spec: TensorSpec) -> int:
-            spec = stepped_spec(spec, master_weights=self._policy.master_weights)
-            if (key := (spec.shape, spec.dtype)) not in known:
-                try:
-                    known[key] = 0 if settings.get("fused") else update_bytes(build, {}, spec, foreach=is_foreach)
-                except Exception as error:
-                    text = f"an update by {chosen.name} of {spec.name!r}, of shape {spec.shape}, raises"
-                    raise ValueError(f"{text} {type(error).__name__}: {error}") from error
-            return known[key]
+        @cache
+        def temporaries(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+            return 0 if is_fused else update_bytes(build, {}, TensorSpec("", shape, dtype), foreach=is_foreach)
 
-        return GroupBytes(cost.state, gradients, update, is_foreach)
+        return GroupBytes(cost.state, gradients, lambda spec: temporaries(spec.shape, stepped(spec).dtype), is_foreach)
 
     def _staging(self, plan: Plan, *, reduces: bool, interleaves: bool) -> int:
         """Return the bytes of the buffers in which collectives move cut tensors; see zeroshard_comm.collectives."""
-        everything = [0] * plan.world_size, [0] * plan.world_size
-        rows = []
-        for bucket in _buckets(plan, self._order):
+
+        def row_of(indices: Iterable[int]) -> int:
             cut, owned = [0] * plan.world_size, [0] * plan.world_size
-            for index in bucket:
-                dtype, is_cut = plan.tensors[index].dtype, plan.is_cut(index)
-                nbytes = max(dtype.itemsize, (self._grad_dtype or dtype).itemsize if reduces else 0)
+            for index in indices:
+                dtype = plan.tensors[index].dtype
+                width = max(dtype.itemsize, (self._grad_dtype or dtype).itemsize) if reduces else dtype.itemsize
                 for shard in plan.of_tensor(index):
-                    owned[shard.rank] += shard.numel * nbytes
-                    cut[shard.rank] += shard.numel * nbytes * is_cut
-            rows.append(row_length(cut, owned))
-            for total, of_bucket in zip(everything, (cut, owned), strict=True):
-                total[:] = map(sum, zip(total, of_bucket, strict=True))
-        # A step gathers all buckets at once; before that, the first iteration reduces them as one.
-        turns = [row_length(*everything)] * (1 + reduces)
-        turns += [row for row in rows for _ in range(1 + interleaves) if reduces]
+                    owned[shard.rank] += shard.numel * width
+                    cut[shard.rank] += shard.numel * width if plan.is_cut(index) else 0
+            return row_length(cut, owned)
+
+        buckets = _buckets(plan, self._order)
+        # A step gathers all buckets at once. If gradients are reduced, the first iteration reduces them as one before.
+        rows, turns = list[int](), [row_of(chain.from_iterable(buckets))]
+        if reduces:
+            rows = [row_of(bucket) for bucket in buckets]
+            turns += [*turns, *(row for row in rows for _ in range(2 if interleaves else 1))]
         sizes = [plan.world_size * row for row in turns]
         chunks = [min(STAGING_BYTES, size - at) for size in sizes for at in range(0, size, STAGING_BYTES)]
         # Collectives alternate between two buffers. The means that a rank receives have their own rows.
-        return max(chunks[::2], default=0) + max(chunks[1::2], default=0) + sum(rows) * reduces
+        return max(chunks[::2], default=0) + max(chunks[1::2], default=0) + sum(rows)
 
 
 def predict(
@@ -210,12 +214,3 @@ def _buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
             found[-1].append(index)
             size += spec.nbytes
     return found
-
-
-def _check_class(chosen: GroupClass, group: Mapping[str, Any]) -> None:
-    """Raise the error that a class raises for tensors of these shapes, without their values."""
-    shapes = [(param.shape, param.dtype, param.requires_grad) for param in group["params"]]
-    params = [torch.empty(s, dtype=d, device="meta", requires_grad=trained) for s, d, trained in shapes]
-    # Some classes cannot be built over tensors of the meta device. A step on the CPU finds all other errors.
-    with suppress(RuntimeError):
-        chosen.build([{**hyperparameters_of(group), "params": params}])
