@@ -97,21 +97,22 @@ class OptimizerDescription:
     def to_text(self) -> str:
         """Return a few lines about the rank: what it owns, the size of its state, and what it has sent so far."""
         owned = sum(self.rank in tensor.owners for tensor in self.tensors)
-        everything = sum(tensor.nbytes for tensor in self.tensors)
-        everywhere = sum(tensor.state_bytes for tensor in self.tensors)
-        here = f"state here: {format_bytes(self.state_bytes_here)} of {format_bytes(everywhere)}"
+        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        state = sum(tensor.state_bytes for tensor in self.tensors)
+        share = f"{format_bytes(self.owned_bytes)} of {format_bytes(nbytes)}"
         lines = [
             f"{self.optimizer}, rank {self.rank} of {self.world_size}, partition {self.partition!r}",
-            f"parameters here: {owned} of {len(self.tensors)} tensors, {format_bytes(self.owned_bytes)} of "
-            f"{format_bytes(everything)}",
+            f"parameters here: {owned} of {len(self.tensors)} tensors, {share}",
             f"imbalance: {self.imbalance:.3f}",
-            here if everywhere else "state: none yet",
+            f"state here: {format_bytes(self.state_bytes_here)} of {format_bytes(state)}"
+            if state
+            else "state: none yet",
             *[f"group {number}: {group}" for number, group in enumerate(self.groups)],
             f"a step sends from here: {format_bytes(self.step_bytes)}",
         ]
         if self.buckets:
-            nbytes = format_bytes(sum(bucket.nbytes for bucket in self.buckets))
-            lines.append(f"buckets: {len(self.buckets)}, {nbytes} in all")
+            reduced = sum(bucket.nbytes for bucket in self.buckets)
+            lines.append(f"buckets: {len(self.buckets)}, {format_bytes(reduced)} in all")
             lines.append(f"a backward sends from here: {format_bytes(self.backward_bytes)}")
         lines += [
             f"{kind} so far: {format_bytes(volume.bytes_sent)} sent, {format_bytes(volume.bytes_received)} received, "

@@ -64,10 +64,9 @@ def parse(text: str) -> tuple[Choice, ...]:
 
 
 def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters that each choice takes; ``matrices`` lists those that a choice may call so.
+    """Return the names of the parameters that each choice takes. The first match takes one; ``rest`` is matched last.
 
-    The first choice that matches takes a parameter; ``rest`` is matched last. A ValueError names a choice without
-    parameters, or parameters without a choice.
+    A ValueError names a choice without parameters, or parameters without a choice.
 
     >>> assign(parse("AdamW:rest+Muon:matrices"), ["embedding", "linear", "bias"], {"linear"})
     (('embedding', 'bias'), ('linear',))
