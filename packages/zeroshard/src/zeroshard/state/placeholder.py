@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from zeroshard_core import Shard
 
 from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass, without_torch_function
-
-if TYPE_CHECKING:
-    # Importing it takes most of a second.
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
 
@@ -33,13 +28,7 @@ class TensorWithoutValues(torch.Tensor):
         return RuntimeError(f"{operation} is not supported on a tensor whose values lie on other ranks")
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
-        cls,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # noqa: ANN401 - torch's
         """Run the allowed operators; refuse all others."""
         known = cls.allowed.get(func)
         if known is not None:
@@ -61,24 +50,15 @@ class StatePlaceholder(TensorWithoutValues):
     """Replaces a state entry of a parameter if this rank does not hold all of its values.
 
     It has the shape, dtype and device of the whole entry, and no memory except the part's. A copy of it, on the same or
-    another device or dtype, is another placeholder. Reading or pickling its values raises a RuntimeError that says what
-    to do. torch.distributed.checkpoint calls its three methods with two underscores, as it calls DTensor's, to find the
-    box of the entry that this rank writes and reads: the part, or nothing.
-
-    Args:
-        shape: the shape of the whole entry.
-        dtype: the dtype of its values.
-        device: the device of its values.
-        title: names the entry in errors.
-        part: this rank's rows of the entry; None if it owns no rows.
-        shard: says which rows these are.
-
-    Attributes:
-        part, shard: this rank's rows, which move with the placeholder, and the shard that says which rows these are.
+    another device or dtype, is another placeholder. torch.distributed.checkpoint calls ``__create_chunk_list__``,
+    ``__create_write_items__`` and ``__get_tensor_shard__``, as it calls DTensor's, to find what this rank writes and
+    reads: the part, or nothing.
     """
 
     part: torch.Tensor | None
+    """This rank's rows of the entry; None if it owns no rows."""
     shard: Shard | None
+    """Says which rows these are."""
     _title: str
 
     @staticmethod
@@ -91,7 +71,7 @@ class StatePlaceholder(TensorWithoutValues):
         part: torch.Tensor | None = None,
         shard: Shard | None = None,
     ) -> StatePlaceholder:
-        """Make a tensor without memory."""
+        """Make a tensor without memory, which errors call ``title``."""
         made = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         made._title, made.part, made.shard = title, part, shard
         return made
@@ -109,41 +89,33 @@ class StatePlaceholder(TensorWithoutValues):
         """Return another placeholder, with a copy of the part that this one holds."""
         return self._like(None if self.part is None else self.part.detach().clone())
 
-    def _like(
-        self,
-        part: torch.Tensor | None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        **_: object,
-    ) -> StatePlaceholder:
-        """Return another placeholder for the same rows, with the options of an operator that makes tensors."""
-        return StatePlaceholder(self.shape, dtype or self.dtype, device or self.device, self._title, part, self.shard)
+    def _like(self, part: torch.Tensor | None, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of an operator
+        """Return another placeholder for the same rows, with the dtype and the device that an operator is given."""
+        dtype, device = options.get("dtype") or self.dtype, options.get("device") or self.device
+        return StatePlaceholder(self.shape, dtype, device, self._title, part, self.shard)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the box of the part, in rows of the whole entry; none without a part."""
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return the box of the part, as ChunkStorageMetadata in rows of the whole entry; nothing without a part."""
         if self.part is None or self.shard is None:
             return []
+        # Importing it takes most of a second.
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         offsets = [self.shard.start if dim == self.shard.dim else 0 for dim in range(self.dim())]
         return [ChunkStorageMetadata(torch.Size(offsets), self.part.shape)]
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return the items to write for the entry named ``fqn``."""
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        """Return the part as the WriteItem of the entry named ``fqn``; nothing without a part."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.part), self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-            if self.part is not None
-        ]
+        if self.part is None:
+            return []
+        [chunk] = self.__create_chunk_list__()
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.part), self.shape)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # noqa: ANN401 - a MetadataIndex
         """Return the part, which torch reads or writes."""
         if self.part is None:
             raise self.refusal(f"reading {index.fqn}")
@@ -155,18 +127,18 @@ class StatePlaceholder(TensorWithoutValues):
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""
-        refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here. "
-        if operation.partition("aten.")[2].partition(".")[0].endswith("_"):
-            return RuntimeError(
-                f"{refused}To change the state in place, change what each rank holds, on every rank: the tensors in "
-                f"optimizer.optim.state.values()"
-            )
-        return RuntimeError(
-            f"{refused}torch.distributed.checkpoint saves it; its async_save() in a thread and not in another process, "
-            f"and with async_stager=DefaultStager(...) if it is given a storage_writer. For all values on one rank, "
-            f"call on all ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until the "
-            f"next step; or, by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
+        advice = (
+            "Save it with torch.distributed.checkpoint: async_save() in a thread and not in another process, and with "
+            "async_stager=DefaultStager(...) if it has a storage_writer. Or gather it: call on all ranks "
+            "consolidate_state_dict(to=RANK), or by name zeroshard.full_optimizer_state_dict(model, optimizer)"
         )
+        if operation.partition("aten.")[2].partition(".")[0].endswith("_"):
+            advice = (
+                "To change the state in place, change what each rank holds, on every rank: the tensors in "
+                "optimizer.optim.state.values()"
+            )
+        refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here"
+        return RuntimeError(f"{refused}. {advice}")
 
 
 def leaves(value: object) -> Iterator[object]:
@@ -200,13 +172,10 @@ def has_placeholder(value: object) -> bool:
     return any(isinstance(leaf, StatePlaceholder) for leaf in leaves(value))
 
 
-def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceholder]:
-    """Return a function that copies or moves a placeholder with its part."""
-
-    def copied(held: StatePlaceholder, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of the operator
-        return held._like(None if held.part is None else operator(held.part, **options), **options)
-
-    return copied
+def _copied(operator: Any, held: StatePlaceholder, *args: Any, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - torch's
+    """Copy or move a placeholder with its part."""
+    part = None if held.part is None else operator(held.part, *args, **options)
+    return held._like(part, **options)
 
 
 def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> torch.Tensor:  # noqa: ANN401 - of the operator
@@ -237,9 +206,9 @@ _COPIES = (
     _aten.zeros_like.default,
     _aten.empty_like.default,
     ATEN_TO_COPY,
+    ATEN_PIN_MEMORY,
 )
-StatePlaceholder.allowed = {operator: _copied(operator) for operator in _COPIES} | {
-    ATEN_PIN_MEMORY: lambda held, device=None: _copied(partial(ATEN_PIN_MEMORY, device=device))(held),
+StatePlaceholder.allowed = {operator: partial(_copied, operator) for operator in _COPIES} | {
     _aten.is_pinned.default: lambda held, device=None: held.part is not None and held.part.is_pinned(),  # noqa: ARG005 - torch's
     _aten.new_empty.default: _new_empty,
     _aten.copy_.default: _copy_,
