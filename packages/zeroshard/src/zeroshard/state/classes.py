@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zeroshard.plan.groups import pack_groups
+
 StateDict = dict[str, Any]
 
 
@@ -27,16 +29,12 @@ def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -
     """
     groups, state = _checked(state_dict, assignment), state_dict["state"]
     parts: list[StateDict] = []
-    for number in range(1 + max(assignment)):
+    for number in range(len({*assignment})):
         own = [group for group, owner in zip(groups, assignment, strict=True) if owner == number]
         keys = [key for group in own for key in group["params"]]
         position = {key: place for place, key in enumerate(keys)}
-        parts.append(
-            {
-                "state": {position[key]: entries for key, entries in state.items() if key in position},
-                "param_groups": [{**group, "params": [position[key] for key in group["params"]]} for group in own],
-            }
-        )
+        of_part = {position[key]: entries for key, entries in state.items() if key in position}
+        parts.append({"state": of_part, "param_groups": pack_groups(own)})
     return tuple(parts)
 
 
@@ -51,22 +49,17 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
         ValueError: if ``assignment`` gives a state dict another number of groups, or state belongs to no parameter.
     """
     _check_assignment(assignment)
-    if len(state_dicts) != 1 + max(assignment, default=-1):
-        raise ValueError(f"there are {len(state_dicts)} state dicts for {1 + max(assignment, default=-1)} optimizers")
-    rest = [
-        iter(_checked(part, [0 for owner in assignment if owner == number])) for number, part in enumerate(state_dicts)
-    ]
-    joined: StateDict = {"state": {}, "param_groups": []}
-    count = 0
-    for number in assignment:
-        group, state = next(rest[number]), state_dicts[number]["state"]
-        keys = range(count, count + len(group["params"]))
-        joined["state"].update(
-            {new: state[old] for new, old in zip(keys, group["params"], strict=True) if old in state}
-        )
-        joined["param_groups"].append({**group, "params": [*keys]})
-        count += len(keys)
-    return joined
+    if len(state_dicts) != len({*assignment}):
+        raise ValueError(f"there are {len(state_dicts)} state dicts for {len({*assignment})} optimizers")
+    rest = [iter(_checked(part, [0] * assignment.count(number))) for number, part in enumerate(state_dicts)]
+    groups = [next(rest[number]) for number in assignment]
+    packed = pack_groups(groups)
+    joined: dict[int, Any] = {}
+    for number, group, renumbered in zip(assignment, groups, packed, strict=True):
+        state = state_dicts[number]["state"]
+        keys = zip(group["params"], renumbered["params"], strict=True)
+        joined.update({new: state[old] for old, new in keys if old in state})
+    return {"state": joined, "param_groups": packed}
 
 
 def with_part(whole: Mapping[str, Any], assignment: Sequence[int], group: int, part: Mapping[str, Any]) -> StateDict:
