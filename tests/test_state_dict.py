@@ -255,6 +255,16 @@ def test_what_was_listed_is_not_loaded_on_another_plan(rank: int, partition: str
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
+def test_what_one_rank_has_listed_is_not_loaded_from_it(rank: int, partition: str) -> None:
+    pair = Pair(partition)
+    pair.step()
+    with pytest.raises(ValueError, match=r"which rank 1 owns, are not there.*Hand in a consolidated state dict"):
+        pair.sharded.load_state_dict(pair.sharded.state_dict() if rank == 0 else {}, from_rank=0)
+    pair.check_equal()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
 def test_after_consolidation_one_rank_lists_all_values_and_the_others_none(rank: int, partition: str) -> None:
     pair = Pair(partition)
     pair.step()

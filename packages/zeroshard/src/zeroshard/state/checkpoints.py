@@ -14,7 +14,7 @@ from zeroshard.plan.layout import Layout, with_settings
 from zeroshard.state.check import StateSchema
 from zeroshard.state.consolidate import describe_state, gather_state
 from zeroshard.state.initialize import has_state, make_state
-from zeroshard.state.load import check_load, explain_load, install, receive_part
+from zeroshard.state.load import check_load, install, receive_part
 from zeroshard.state.metadata import StateMetadata
 
 
@@ -49,7 +49,7 @@ class Checkpoints:
                 raise ValueError(
                     f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
                 )
-            manifest = describe_state(self._local, self._changes, coordinator.ranks.rank)
+            manifest = describe_state(self._local, self._changes)
         metadata.drop_consolidated()
         metadata.consolidated = gather_state(coordinator, plan, manifest, target)
         metadata.consolidated_to = target
@@ -68,13 +68,12 @@ class Checkpoints:
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
         """Load what ``read`` returns, on all ranks or none. Return False if all pass an empty dict. Collective."""
         coordinator, local, metadata = self._coordinator, self._local, self._metadata
-        with agreed(coordinator, "load_state_dict()", explain_load) as proposal:
+        with agreed(coordinator, "load_state_dict()") as proposal:
             given, layout = read(), self._layouts.update()
             rank = coordinator.ranks.rank
             found = check_load(given, layout.plan, local, metadata, self._schema, rank, from_rank, group)
             proposal.set(with_settings(layout, found.settings))
-            proposal.digest ^= found.digest
-            proposal.flag = found.checked is not None
+            proposal.flag = found.is_given
         if not coordinator.flagged:
             return False
         part = receive_part(coordinator, found, metadata.consolidated_to)

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_configs
+from zeroshard_comm import Coordinator, DisagreementError, agreed
 from zeroshard_core import Plan
 
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.groups import pack_groups, parameters_of
-from zeroshard.state.check import ShardState, StateSchema, ValidatedStateDict, check_state_dict
+from zeroshard.state.check import LoadedState, StateSchema, check_state_dict
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
-
-_DIFFERENT = "they were handed different checkpoints"
 
 
 @dataclass(frozen=True)
 class CheckedLoad:
-    """The checked arguments of ``load_state_dict()`` on one rank. Each rank makes one, and ranks compare them.
+    """The checked arguments of ``load_state_dict()`` on one rank."""
 
-    Attributes:
-        checked: the state dict; None if it is empty.
-        parts: the parts that this rank loads or sends, by rank.
-        from_rank: the rank whose state dict all ranks load; None if each loads its own.
-        settings: the values that must be equal on all ranks.
-        digest: a checksum of the structure of the state dict.
-        numbers: integers about the state dict that ranks exchange; see :func:`_source`.
-    """
-
-    checked: ValidatedStateDict | None
-    parts: Mapping[int, ShardState]
+    is_given: bool
+    """Whether this rank was handed a state dict that is not empty."""
+    parts: Mapping[int, LoadedState]
+    """What this rank loads, and what it may send, by rank."""
     from_rank: int | None
     settings: Mapping[str, Any]
-    digest: int
+    """Must be equal on all ranks."""
     numbers: Sequence[int]
+    """Whether the state dict is whole, whether it lacks what this rank owns, and its checksums; ranks compare these."""
 
 
 def check_load(
@@ -50,65 +41,56 @@ def check_load(
     from_rank: int | None,
     group: int | None,
 ) -> CheckedLoad:
-    """Check the arguments of ``load_state_dict()`` on this rank; see :func:`check_state_dict`.
-
-    Args:
-        given: the state dict.
-        plan: the plan that the load uses.
-        local: has the public param groups, their classes, and the names of the extra entries.
-        metadata: knows which tensors have state, and which rank has the consolidated state.
-        schema: knows which entries the classes keep.
-        rank: this rank.
-        from_rank: the rank whose state dict all ranks load; None if each loads its own.
-        group: the argument ``group``, which ranks compare.
-
-    Raises:
-        TypeError, ValueError: if the state dict or ``from_rank`` does not fit.
-    """
-    ranks, holder = range(plan.world_size), metadata.consolidated_to
+    """Check the arguments of ``load_state_dict()`` on this rank; ``plan`` is the one that the load uses."""
+    ranks = range(plan.world_size)
     if isinstance(from_rank, bool) or from_rank not in (None, *ranks):
         raise ValueError(f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {ranks[-1]}")
     if from_rank not in (None, rank) and given:
         raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
     is_empty = isinstance(given, Mapping) and not given and from_rank != rank
     checked = None if is_empty else check_state_dict(given, plan, local, metadata, schema)
-    is_whole, lacks_owned, checksums = False, False, [0] * (1 + len(plan.tensors))
-    parts = dict[int, ShardState]()
+    parts, numbers = dict[int, LoadedState](), list[int]()
     if checked is not None:
-        is_whole, lacks_owned = checked.is_whole, checked.lacks_owned(rank, plan)
-        checksums = checked.checksums(plan)
-        hands_out = rank == (holder if from_rank is None else from_rank) and is_whole
-        receivers = ranks if hands_out else [] if lacks_owned and holder is not None else [rank]
+        checksums, holder = checked.checksums(plan), metadata.consolidated_to
+        lacks_owned = not all(checksums[shard.tensor] for shard in plan.of_rank(rank))
+        numbers = [checked.is_whole, lacks_owned, *checksums]
+        receivers: Sequence[int] = [rank]
+        if rank == from_rank or (rank == holder and checked.is_whole):
+            receivers = ranks
+        elif lacks_owned and holder is not None:
+            receivers = []
         parts = {receiver: checked.part_of(receiver, plan) for receiver in receivers}
         if rank in parts:
             # Tensors stay on their devices, but share no memory with the state dict.
-            parts[rank] = ShardState(**copy_value(vars(parts[rank])))
-    structure = checked.structure if checked is not None and from_rank is None else ""
+            parts[rank] = LoadedState(**copy_value(vars(parts[rank])))
     settings = {
         "from_rank of load_state_dict()": from_rank,
-        "its state dict": "given" if structure else "empty",
+        "its state dict": "given" if numbers and from_rank is None else "empty",
         "group of load_state_dict()": group,
         "added state": ", ".join(sorted(local.extra.names)),
     }
-    digest = int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
-    return CheckedLoad(checked, parts, from_rank, settings, digest, [is_whole, lacks_owned, *checksums])
+    return CheckedLoad(not is_empty, parts, from_rank, settings, numbers)
 
 
-def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None) -> ShardState:
-    """Return what this rank loads, which another rank may send. Collective; ranks must agree on the arguments before.
+def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None) -> LoadedState:
+    """Return what this rank loads, which another rank may send, such as the holder of the consolidated state.
 
-    Args:
-        coordinator: agrees on the process group.
-        mine: the checked arguments of this rank.
-        holder: the rank that has the consolidated state; None if no rank has it.
-
-    Raises:
-        DisagreementError: if ranks pass different checkpoints, or values are missing.
+    Collective, after an agreement on the arguments. Raises a DisagreementError if ranks pass different checkpoints, or
+    values are missing.
     """
-    from_rank = mine.from_rank
-    if from_rank is None:
-        from_rank = _source(coordinator, mine.numbers, holder)
-    return _handed_out(coordinator, mine.parts, from_rank)
+    rank, source = coordinator.ranks.rank, mine.from_rank
+    if source is None:
+        source = _source(coordinator, mine.numbers, holder)
+    if source is None or coordinator.is_single_rank:
+        return mine.parts[rank]
+    with agreed(coordinator, "load_state_dict()"):
+        for part in mine.parts.values() if rank == source else ():
+            write_value(vars(part), [], "what load_state_dict() hands to other ranks")
+    if rank != source:
+        return LoadedState(**receive_value(coordinator, source))
+    for peer in coordinator.ranks.peers:
+        send_value(coordinator, peer, vars(mine.parts[peer]))
+    return mine.parts[rank]
 
 
 def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -> int | None:
@@ -118,41 +100,20 @@ def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
         different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]
         if different:
-            raise DisagreementError(
-                f"load_state_dict(): rank {different[0]} differs from rank {having[0]}: {_DIFFERENT}"
-            )
+            ranks = f"rank {different[0]} differs from rank {having[0]}"
+            raise DisagreementError(f"load_state_dict(): {ranks}: they were handed different checkpoints")
     if not any(lacks_owned):
         return None
     if holder is None or not is_whole[holder]:
         raise DisagreementError(
-            f"load_state_dict(): rank {lacks_owned.index(True)} was handed placeholders for what it owns, as "
-            f"state_dict() lists while another rank has the consolidated state, and no rank was handed that state. "
-            f"Hand in what state_dict() lists now on every rank, or all values on one rank, with from_rank"
+            f"load_state_dict(): rank {lacks_owned.index(True)} was handed placeholders for what it owns, and no rank "
+            f"the consolidated state. Hand in what state_dict() lists now on every rank, or all values on one rank, "
+            f"with from_rank"
         )
     return holder
 
 
-def _handed_out(coordinator: Coordinator, parts: Mapping[int, ShardState], from_rank: int | None) -> ShardState:
-    """Return the part of this rank, which another rank may send. Collective."""
-    rank = coordinator.ranks.rank
-    if from_rank is None or coordinator.is_single_rank:
-        return parts[rank]
-    with agreed(coordinator, "load_state_dict()"):
-        if rank == from_rank:
-            write_value([vars(part) for part in parts.values()], [], "what load_state_dict() hands to other ranks")
-    if rank != from_rank:
-        return ShardState(**receive_value(coordinator, from_rank))
-    for peer in coordinator.ranks.peers:
-        send_value(coordinator, peer, vars(parts[peer]))
-    return parts[rank]
-
-
-def explain_load(here: str, there: str, rank: int, other: int) -> str:
-    """Name the difference between what two ranks passed to ``load_state_dict()``."""
-    return explain_configs(here, there, rank, other) or _DIFFERENT
-
-
-def install(local: LocalOptimizer, part: ShardState) -> None:
+def install(local: LocalOptimizer, part: LoadedState) -> None:
     """Pass state to the inner optimizers' own ``load_state_dict()``, which casts and moves it.
 
     Afterwards they may have other groups than the public ones, until :meth:`LocalOptimizer.publish_groups`.
@@ -163,10 +124,10 @@ def install(local: LocalOptimizer, part: ShardState) -> None:
         tensors = parameters_of([local.local_groups[group] for group in own])
         position = {tensor: place for place, tensor in enumerate(tensors)}
         state = {key: entries for key, entries in loaded.items() if not isinstance(key, int)}
-        for key in loaded.keys() - state.keys():
-            tensor = local.shards[key].tensor
+        for key, entries in loaded.items():
+            tensor = local.shards[key].tensor if isinstance(key, int) else None
             if tensor in position:
-                state[position[tensor]] = loaded[key]
+                state[position[tensor]] = entries
         saved = [{**part.groups[group], "params": local.local_groups[group]["params"]} for group in own]
         with local.exchanged():
             member.load_state_dict({"state": state, "param_groups": pack_groups(saved)})

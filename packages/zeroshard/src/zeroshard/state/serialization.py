@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from zeroshard_comm import Coordinator, Manifest, receive_values, send_values
-from zeroshard_core import StateMapError, is_dense
+from zeroshard_core import StateMapError, is_dense, storage_view
 
 from zeroshard.local.shard import LocalShard
 from zeroshard.state.placeholder import inner_tensors, leaves, map_leaves
@@ -99,16 +99,11 @@ def describe_entries(
         if not is_key(key):
             raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings and integers can be saved")
         where = f"state entry {key!r} of {name!r}"
-        if shard.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0 and not inner_tensors(value):
-            tensors.append(_laid_out_as(shard.tensor, value, where))
-            described.append((key, {"part": dtype_name(value)}))
-            continue
         if shard.is_cut and any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves(value)):
-            raise StateMapError(
-                f"{where} consists of several tensors, so it is not elementwise and cannot be joined; use "
-                f"partition='whole' for this optimizer"
-            )
-        described.append((key, write_value(value, tensors, where)))
+            tensors.append(_part_of(shard, value, where))
+            described.append((key, {"part": dtype_name(value)}))
+        else:
+            described.append((key, write_value(value, tensors, where)))
     return described
 
 
@@ -117,12 +112,13 @@ def part_dtype(described: Any) -> str:  # noqa: ANN401 - JSON
     return str(described.get("part", "")) if isinstance(described, dict) else ""
 
 
-def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:
+def _part_of(shard: LocalShard, value: object, where: str) -> torch.Tensor:
     """Return the state of a part of a tensor with the part's strides, because ranks send its bytes."""
-    if value.shape != part.shape:
+    part = shard.tensor
+    if not isinstance(value, torch.Tensor) or inner_tensors(value) or value.shape != part.shape:
         raise StateMapError(
-            f"{where} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, so it is not elementwise "
-            f"and cannot be joined; use partition='whole' for this optimizer"
+            f"{where} is not one tensor of shape {tuple(part.shape)}, as its part of the parameter, so it is not "
+            f"elementwise and cannot be joined; use partition='whole' for this optimizer"
         )
     return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
 
@@ -132,31 +128,33 @@ def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
     return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
 
 
-def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
-    """Send a value that :func:`write_value` accepts to a rank, which calls :func:`receive_value`.
+def read_to_buffers(written: Any, buffers: list[torch.Tensor]) -> Any:  # noqa: ANN401 - as read_value
+    """Rebuild a state entry with empty tensors on the CPU, and append a 1-D view of each to ``buffers``."""
 
-    Raises:
-        PeerLostError: if the rank is lost.
-        StateMapError: if :func:`write_value` does not accept the value. Nothing is sent then.
-    """
+    def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, _: str) -> torch.Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        if stride is not None:
+            made = torch.empty_strided(tuple(shape), stride, dtype=dtype, device="cpu")
+        buffers.append(storage_view(made))
+        return made
+
+    return read_value(written, make)
+
+
+def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
+    """Send a value to a rank, which calls :func:`receive_value`; as :func:`write_value`, raise before if it cannot."""
     tensors: list[torch.Tensor] = []
     description = write_value(value, tensors, "a value")
-    sent = [tensor.detach().contiguous() for tensor in tensors]
-    send_values(coordinator, peer, Manifest(description, sent), "sending a value")
+    send_values(coordinator, peer, Manifest(description, tensors), "sending a value")
 
 
 def receive_value(coordinator: Coordinator, peer: int) -> Any:  # noqa: ANN401 - as send_value
-    """Receive the value that :func:`send_value` sends. Its tensors are contiguous, on the CPU."""
-    arriving: list[torch.Tensor] = []
-    values: list[Any] = []
-
-    def make(dtype: torch.dtype, shape: Sequence[int], *_: object) -> torch.Tensor:
-        arriving.append(torch.empty(shape, dtype=dtype, device="cpu"))
-        return arriving[-1]
+    """Receive the value that :func:`send_value` sends. Its tensors are on the CPU."""
+    values, buffers = list[Any](), list[torch.Tensor]()
 
     def place(_: int, description: Any) -> list[torch.Tensor]:  # noqa: ANN401 - JSON
-        values.append(read_value(description, make))
-        return [tensor.view(-1) for tensor in arriving]
+        values.append(read_to_buffers(description, buffers))
+        return buffers
 
     receive_values(coordinator, peer, place, "receiving a value")
     return values[0]
