@@ -1,4 +1,4 @@
-"""The dicts of param groups are the caller's, as in torch, and only an optimizer class sees this rank's shards there."""
+"""The dicts of param groups are the caller's, as in torch; only an optimizer class sees this rank's shards there."""
 
 from __future__ import annotations
 
@@ -46,11 +46,9 @@ def test_a_dict_is_as_it_was_after_an_error_of_another_rank(rank: int, is_added:
     given: dict[str, Any] = {"params": [("third", params[2])], "lr": 0.5 if rank == 0 else 0.25}
     before = dict(given)
     optimizer = ZeroRedundancyOptimizer([{"params": [("first", params[0])]}], optim.SGD, lr=0.1)
+    call = optimizer.add_param_group if is_added else lambda group: ZeroRedundancyOptimizer([group], optim.SGD, lr=0.1)
     with pytest.raises(DisagreementError, match=r"lr of group \d is '0.5' on rank 0 and '0.25' on rank 1"):
-        if is_added:
-            optimizer.add_param_group(given)
-        else:
-            ZeroRedundancyOptimizer([given], optim.SGD, lr=0.1)
+        call(given)
     assert given == before
 
 
