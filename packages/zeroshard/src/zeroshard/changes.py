@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from zeroshard._torch_private import version_of
 from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.plan.groups import MEMBERS
+from zeroshard.plan.groups import MEMBERS, hyperparameters_of
 from zeroshard.plan.hyperparameters import to_text
 from zeroshard.plan.layout import Layout
 
@@ -49,7 +49,7 @@ class Snapshot:
         places: addresses, sizes and strides of the parameters, when they were laid out.
         active: which parameters a step could change then.
         versions: version counters of the parameters with a master weight, after the last step.
-        hyperparameters: the values in each param group after the last step, frozen by :func:`_frozen`.
+        hyperparameters: the values after the last step by group and key, see :func:`_frozen`.
         kept: the objects of which ``hyperparameters`` has the id, so that no other object gets it.
         entries: for each entry of this rank's state, what :func:`_entry` returned at the last exchange.
     """
@@ -57,7 +57,7 @@ class Snapshot:
     places: _Places = ([], [], [])
     active: Sequence[bool] = ()
     versions: Sequence[int] = ()
-    hyperparameters: Sequence[Mapping[str, object]] = ()
+    hyperparameters: Mapping[tuple[int, str], object] = field(default_factory=dict)
     kept: Sequence[object] = ()
     entries: Sequence[object] = ()
 
@@ -123,24 +123,18 @@ class Changes:
 
     def in_hyperparameters(self) -> list[tuple[int, str]]:
         """Return group and key of each hyperparameter that was written, added or removed since the last snapshot."""
-        last, now = self._last.hyperparameters, [_frozen_group(group) for group in self._local.groups]
-        if now == last:
-            return []
-        changed = []
-        for number in range(max(len(now), len(last))):
-            here = now[number] if number < len(now) else {}
-            there = last[number] if number < len(last) else {}
-            keys = dict.fromkeys([*here, *there])
-            changed += [(number, key) for key in keys if _is_other(here, there, key)]
-        return changed
+        last, now = self._last.hyperparameters, self._hyperparameters([])
+        return (
+            [] if now == last else [key for key in {**last, **now} if last.get(key, _MISSING) != now.get(key, _MISSING)]
+        )
 
     def read_hyperparameters(self) -> int:
         """Add the user's changes to :attr:`agreed`, and return its checksum."""
-        changed = self.in_hyperparameters()
+        changed, groups = self.in_hyperparameters(), self._local.groups
         for number, key in changed:
             self.agreed.pop(f"{key} of group {number}", None)
-            if number < len(self._local.groups) and key in self._local.groups[number]:
-                self.agreed[f"{key} of group {number}"] = to_text(self._local.groups[number][key], in_step=True)
+            if number < len(groups) and key in groups[number]:
+                self.agreed[f"{key} of group {number}"] = to_text(groups[number][key], in_step=True)
         if changed:
             self.set_agreed(self.agreed)
             self.record_hyperparameters()
@@ -153,16 +147,25 @@ class Changes:
 
     def record_hyperparameters(self) -> None:
         """Record the values that a step has written to the param groups, which need not be equal on all ranks."""
-        groups = self._local.groups
-        kept = [value for group in groups for value in _objects([*group.values()])]
-        self._last = replace(self._last, hyperparameters=[_frozen_group(group) for group in groups], kept=kept)
+        kept: list[object] = []
+        self._last = replace(self._last, hyperparameters=self._hyperparameters(kept), kept=kept)
 
-    def unchanged(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a public param group that are unchanged since the last step, which may have set them."""
-        last = self._last.hyperparameters
-        there = last[number] if number < len(last) else {}
-        here = _frozen_group(group)
-        return {key: group[key] for key in here if not _is_other(here, there, key)}
+    def unchanged(self) -> list[dict[str, Any]]:
+        """Return for each param group the values that are unchanged since the last step, which may have set them."""
+        found = [hyperparameters_of(group) for group in self._local.groups]
+        for number, key in self.in_hyperparameters():
+            if number < len(found):
+                found[number].pop(key, None)
+        return found
+
+    def _hyperparameters(self, kept: list[object]) -> dict[tuple[int, str], object]:
+        """Return all values, frozen by :func:`_frozen`, by group and key."""
+        found: dict[tuple[int, str], object] = {}
+        for number, group in enumerate(self._local.groups):
+            for key, value in group.items():
+                if key not in MEMBERS:
+                    found[number, key] = _frozen(value, kept)
+        return found
 
     # ------------------------------------------------------------------ the state
 
@@ -196,42 +199,26 @@ def _places(tensors: Sequence[torch.Tensor]) -> _Places:
     )
 
 
-def _is_other(here: Mapping[str, object], there: Mapping[str, object], key: str) -> bool:
-    return key not in here or key not in there or here[key] != there[key]
+_MISSING = object()
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
-def _frozen_group(group: Mapping[str, Any]) -> dict[str, object]:
-    return {key: _frozen(value) for key, value in group.items() if key not in MEMBERS}
+def _frozen(value: Any, kept: list[object]) -> object:  # noqa: ANN401 - a hyperparameter
+    """Return what a later value is compared with: plain values themselves, tensors by version, other objects by id.
 
-
-_NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype)
-
-
-def _frozen(value: Any) -> object:  # noqa: ANN401 - a hyperparameter
-    """Return what a later value is compared with: numbers and text by value, tensors by version, objects by id."""
-    if isinstance(value, _NUMBERS):
+    Objects whose id is returned are appended to ``kept``.
+    """
+    if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, (list, tuple)):
+        return [_frozen(part, kept) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _frozen(part, kept) for key, part in value.items()}
+    kept.append(value)
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
-    if isinstance(value, (list, tuple)):
-        return [_frozen(part) for part in value]
-    if isinstance(value, Mapping):
-        return {key: _frozen(part) for key, part in value.items()}
-    if hasattr(value, "tolist") and not isinstance(value, type):
-        # Convert NumPy's scalars and arrays to Python's numbers and lists.
-        return value.tolist()
-    return id(value)
-
-
-def _objects(value: object) -> Iterator[object]:
-    """Yield the objects in a value that are compared by id."""
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _objects(part)
-    elif isinstance(value, Mapping):
-        yield from _objects([*value.values()])
-    elif not isinstance(value, _NUMBERS):
-        yield value
+    # NumPy's scalars and arrays are numbers and lists.
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else id(value)
 
 
 def _entry(value: object) -> object:

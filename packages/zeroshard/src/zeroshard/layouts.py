@@ -24,19 +24,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Layouts:
-    """Holds the layout in use. All ranks must agree on another one before :meth:`adopt`.
+    """Holds the layout in use, and the policy that computes it. All ranks agree on another one before :meth:`adopt`.
 
-    Args:
-        coordinator: the channel of the ranks' agreements.
-        guard: says whether parameters may be changed now.
-        policy: how to partition tensors, with the class of each group and the names of parameters; also an attribute.
-        layout: the first layout; also an attribute.
-        local: the local optimizer.
-        buffers: the memory of the parameters.
-        changes: finds what the user has changed.
-
-    Attributes:
-        buckets: the buckets of a communication hook, which follow the layout; None without one.
+    ``buckets`` are the buckets of a communication hook, which follow the layout; None without one.
     """
 
     def __init__(
@@ -55,11 +45,7 @@ class Layouts:
         self._lay_out()
 
     def update(self) -> Layout:
-        """Return the layout that fits the user's changes since the last step.
-
-        Raises:
-            Exception: an error in the parameters or groups; the caller must report it to all ranks.
-        """
+        """Return the layout that fits the user's changes since the last step, or raise an error of this rank alone."""
         self._guard.check_allowed()
         self._guard.check_capture(self._local.params, self.layout.plan)
         check_members(self._local.groups, self._local.params)

@@ -9,7 +9,7 @@ broadcast during backward, in :mod:`zeroshard.grads.exchange`; the step then end
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,52 +29,31 @@ from zeroshard.state.initialize import is_torchs_own_step
 from zeroshard.state.metadata import StateMetadata
 
 
+@dataclass(eq=False)
 class Stepper:
-    """Makes the steps of one optimizer.
+    """Makes the steps of one optimizer. The engine sets ``exchange`` when a communication hook is registered."""
 
-    Args:
-        coordinator: the channel of the ranks' agreements.
-        guard: keeps errors that outlive a call.
-        local: the local optimizer.
-        layouts: finds and adopts the layout.
-        buffers: broadcasts the parameters.
-        changes: finds what the user has changed.
-        metadata: lists the state of all ranks.
-        join: announces calls inside Join.
-        debugging: logs or checks every step; None if debugging is off.
-        init_state: makes the state of all ranks. Collective.
-        describe: describes the optimizer, for the log.
-
-    Attributes:
-        exchange: reduces gradients bucket by bucket; None without a communication hook. The engine sets it.
-    """
-
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        guard: Guard,
-        local: LocalOptimizer,
-        layouts: Layouts,
-        buffers: ParamBuffers,
-        changes: Changes,
-        metadata: StateMetadata,
-        join: JoinState,
-        debugging: StepChecks | None,
-        init_state: Callable[[], None],
-        describe: Callable[[], str],
-    ) -> None:
-        self._coordinator, self._guard, self._local, self._layouts = coordinator, guard, local, layouts
-        self._buffers, self._changes, self._metadata, self._join = buffers, changes, metadata, join
-        self._debugging, self._init_state, self._describe = debugging, init_state, describe
-        self.exchange: GradExchange | None = None
+    coordinator: Coordinator
+    guard: Guard
+    local: LocalOptimizer
+    layouts: Layouts
+    buffers: ParamBuffers
+    changes: Changes
+    metadata: StateMetadata
+    join: JoinState
+    debugging: StepChecks | None
+    init_state: Callable[[], None]
+    """Makes the state of all ranks. Collective."""
+    describe: Callable[[], str]
+    exchange: GradExchange | None = None
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made. Collective."""
-        exchange, local = self.exchange, self._local
+        exchange, local = self.exchange, self.local
         early = exchange.early_steps if exchange is not None else None
         may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
-        if may_be_torchs and not self._metadata.described and is_torchs_own_step(local.params, local.groups):
-            return self._init_state()
+        if may_be_torchs and not self.metadata.described and is_torchs_own_step(local.params, local.groups):
+            return self.init_state()
         if exchange is not None and early is not None:
             # This sends nothing, so only this rank raises its errors.
             if closure is not None or arguments:
@@ -88,12 +67,12 @@ class Stepper:
             error = TypeError(
                 f"step() takes no keyword arguments with several optimizer classes, but got {', '.join(arguments)}"
             )
-        self._guard.check_broken()
-        if self._join.context is not None:
-            self._join.announce(Call.STEP if closure is None else Call.REFUSED, **arguments)
+        self.guard.check_broken()
+        if self.join.context is not None:
+            self.join.announce(Call.STEP if closure is None else Call.REFUSED, **arguments)
         if closure is not None:
             try:
-                with self._guard, torch.enable_grad():
+                with self.guard, torch.enable_grad():
                     loss = closure()
                 arguments = {**arguments, "closure": lambda: loss}
             except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
@@ -102,49 +81,42 @@ class Stepper:
 
     def look(self, *, as_backward_begins: bool = False) -> Seen:
         """Return what the user changed since the last step, or an error, which the agreement raises on every rank."""
-        layout = self._layouts.layout
-        if as_backward_begins and self._changes.moved():
+        layout = self.layouts.layout
+        if as_backward_begins and self.changes.moved():
             # Rebound data is copied into its buffer after the backward, which may still read the old values.
             return Seen(layout, is_new=True)
         try:
             if self.exchange is not None and not as_backward_begins:
                 self.exchange.prepare_step()
-            self._guard.check_allowed()
-            self._guard.check_capture(self._local.params, layout.plan)
-            found = self._layouts.update() if self._changes.in_model() else layout
-            self._local.check_gradients()
-            if self._guard.refused:
-                raise RuntimeError(self._guard.refused)
+            self.guard.check_allowed()
+            self.guard.check_capture(self.local.params, layout.plan)
+            found = self.layouts.update() if self.changes.in_model() else layout
+            self.local.check_gradients()
+            if self.guard.refused:
+                raise RuntimeError(self.guard.refused)
         except Exception as error:  # noqa: BLE001 - the agreement raises any error on every rank
             return Seen(layout, error=error)
         return Seen(found, found is not layout)
 
     def apply(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
-        """Make a step. Collective.
+        """Make a step, and return the result of the inner one. Collective.
+
+        Every rank raises the error of any rank, also one that it passes as ``error`` because it has occurred before.
+        Replicas are equal then, except parameters that a rank has converted or exchanged.
 
         Args:
             arguments: keyword arguments of the inner step.
-            error: an error of this rank before the step, which every rank raises.
+            error: an error of this rank before the step.
             seen: the result of :meth:`look` when the backward began that may have stepped some buckets.
-
-        Returns:
-            The result of the inner step.
-
-        Raises:
-            DisagreementError: if models were changed differently, or hyperparameters (numbers, strings, lists and dicts
-                of them) differ between ranks.
-            PeerLostError: if a rank is gone.
-            Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
-                converted or exchanged.
         """
-        with self._guard:
+        with self.guard:
             return self._apply(arguments, error, seen or self.look(), ends_backward=seen is not None)
 
     def _apply(self, arguments: Mapping[str, Any], error: Exception | None, seen: Seen, *, ends_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
-        coordinator, digest, failure, result = self._coordinator, None, None, None
+        coordinator, digest, failure, result = self.coordinator, None, None, None
         error = error or seen.error
         try:
-            digest = self._changes.read_hyperparameters()
+            digest = self.changes.read_hyperparameters()
         except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
             error = error or raised
         if not seen.is_agreed:
@@ -155,12 +127,12 @@ class Stepper:
         if self.exchange is not None:
             self.exchange.table.norms.forget()
         # Inside Join a rank without data gets only what it needs for a step.
-        if self._debugging is not None and self.exchange is None and self._join.context is None:
-            self._debugging.compare_gradients()
+        if self.debugging is not None and self.exchange is None and self.join.context is None:
+            self.debugging.compare_gradients()
         if seen.is_new:
-            self._layouts.adopt(seen.layout)
-        if self._metadata.consolidated_to is not None:
-            self._metadata.drop_consolidated()
+            self.layouts.adopt(seen.layout)
+        if self.metadata.consolidated_to is not None:
+            self.metadata.drop_consolidated()
         try:
             if error is not None:
                 raise error
@@ -168,12 +140,12 @@ class Stepper:
         except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and raise its error then
             failure = raised
         self._end(digest, failure, ends_backward=ends_backward)
-        self._changes.record_step()
-        if self._debugging is not None:
+        self.changes.record_step()
+        if self.debugging is not None:
             is_early = self.exchange is not None and self.exchange.early_steps is not None
             buckets = self.exchange.buckets.by_index.values() if self.exchange is not None else []
-            self._debugging.compare_params(self._layouts.layout.active, keeps_state=is_early)
-            self._debugging.log([state.tensors for state in buckets], self._describe)
+            self.debugging.compare_params(self.layouts.layout.active, keeps_state=is_early)
+            self.debugging.log([state.tensors for state in buckets], self.describe)
         return result
 
     def _agree_to_begin(self, layout: Layout, error: Exception | None, *, ends_backward: bool) -> None:
@@ -183,11 +155,11 @@ class Stepper:
             once = {"the checksum of what was done to gradients after backward()": self.exchange.table.norms.checksum}
         try:
             with record_function("zeroshard::agree"):
-                check_config(self._coordinator, "step()", layout.config, error=error, once=once)
+                check_config(self.coordinator, "step()", layout.config, error=error, once=once)
         except (PeerLostError, DifferentCallsError) as lost:
             if ends_backward:
                 # No rank will wait for messages that were sent early.
-                self._guard.mark_broken(lost)
+                self.guard.mark_broken(lost)
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
             if error is not None and isinstance(lost, PeerLostError):
                 raise error from lost
@@ -200,24 +172,21 @@ class Stepper:
 
     def _update(self, arguments: Mapping[str, Any], *, ends_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
         """Update the shards that backward has not updated. Return the result of the inner step."""
-        if self.exchange is not None and ends_backward and self._local.may_step_in_parts:
+        if self.exchange is not None and ends_backward and self.local.may_step_in_parts:
             return self.exchange.step_rest(arguments)
         with record_function("zeroshard::update"):
-            return self._local.step(arguments, self.exchange.buckets.bind() if self.exchange is not None else None)
+            return self.local.step(arguments, self.exchange.buckets.bind() if self.exchange is not None else None)
 
     def _end(self, digest: int | None, failure: Exception | None, *, ends_backward: bool) -> None:
         """Broadcast and agree; raise the error of any rank's update on every rank. Collective.
 
-        Args:
-            digest: a checksum of this rank's hyperparameters; None agrees with all.
-            failure: the error of this rank's update; None without one.
-            ends_backward: whether some buckets may have been broadcast during backward.
+        A ``digest`` of None agrees with all; ``ends_backward`` says that buckets may have been sent during backward.
         """
         try:
             found = self._broadcast_and_agree(digest, failure, ends_backward=ends_backward)
         except Exception as raised:
             if self.exchange is not None:
-                self._guard.mark_broken(raised)
+                self.guard.mark_broken(raised)
             if failure is not None and isinstance(raised, PeerLostError):
                 raise failure from raised
             raise
@@ -228,16 +197,16 @@ class Stepper:
         self, digest: int | None, failure: Exception | None, *, ends_backward: bool
     ) -> Exception | None:
         """Broadcast all parameters, even after a failure. Return the error of any rank after a complete exchange."""
-        coordinator, metadata, error, found = self._coordinator, self._metadata, failure, None
+        coordinator, metadata, error, found = self.coordinator, self.metadata, failure, None
         sent = self.exchange.broadcasts if self.exchange is not None and ends_backward else []
         try:
             with record_function("zeroshard::broadcast"):
-                broadcast_all(sent or [self._buffers.broadcast])
+                broadcast_all(sent or [self.buffers.broadcast])
         except PeerLostError as lost:
             error = error or lost
         # Agree even if this rank waits for nothing, because others may still be reading its shards.
         with record_function("zeroshard::agree"):
-            has_new_state = self._changes.in_entries() and metadata.has_changed()
+            has_new_state = self.changes.in_entries() and metadata.has_changed()
             try:
                 coordinator.agree(
                     "the end of step()",
@@ -261,4 +230,4 @@ class Stepper:
 
     def _to_text(self) -> str:
         """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
-        return with_settings(self._layouts.layout, self._changes.agreed).to_json()
+        return with_settings(self.layouts.layout, self.changes.agreed).to_json()

@@ -34,8 +34,8 @@ Closure = Callable[[], Any]
 class LocalOptimizer:
     """Owns the inner optimizers, one for each class of the param groups, and the shards they work on.
 
-    The param groups of the inner optimizers are the public dicts, which list parameters. While a class steps, or its
-    ``state_dict()`` runs, they list this rank's shards; see :meth:`exchanged`.
+    The param groups of the inner optimizers are the public dicts, which list parameters. While a class steps or loads,
+    or its ``state_dict()`` runs, they list this rank's shards; see :meth:`exchanged`.
 
     The state changes in a step, ``train()`` or ``eval()`` of an inner optimizer; outside of steps, by
     :class:`zeroshard.state.checkpoints.Checkpoints`; when shards come and go, by :meth:`rebuild`; in
@@ -43,15 +43,12 @@ class LocalOptimizer:
 
     Attributes:
         members: the inner optimizers, in the order in which their classes appear in the param groups.
-        assignment: for each param group, the index of its inner optimizer.
-        extra: the state that this package adds to the class's.
-        masters: the master weights; empty without ``master_weights``.
-        shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
+        classes, assignment: for each param group, its class, and the index of its inner optimizer.
         local_groups: for each param group, its ``"params"`` and ``"param_names"`` on this rank.
+        groups, params: the public param groups, and all parameters by tensor index.
+        shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
         plan: the plan in use; see :meth:`use`.
-        params: all parameters, by tensor index.
-        classes: the class of each param group.
-        groups: the public param groups.
+        extra, masters: the state that this package adds to the class's, and the master weights among it.
     """
 
     def __init__(self, policy: Policy, groups: list[ParamGroup], plan: Plan, rank: int) -> None:
@@ -68,7 +65,7 @@ class LocalOptimizer:
         self._accept(self._members(groups, plan))
         written = [dict(group) for group in groups]
         with self.exchanged():
-            self._add(self._built(groups, policy.classes))
+            self._add(self.build(groups, policy.classes))
         for number, own in enumerate(self.assignment):
             check_hyperparameters(f"param group {number}", written[number], self.members, self.members[own])
         self.publish_groups()
@@ -184,7 +181,7 @@ class LocalOptimizer:
     def dry_run(self, plan: Plan, classes: Sequence[GroupClass]) -> dict[str, Any]:
         """Build another optimizer for the last group, so that errors of its class occur now; return its defaults."""
         groups = self.groups
-        [built] = self._built([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
+        [built] = self.build([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
         check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, built], built)
         return built.defaults
 
@@ -202,23 +199,19 @@ class LocalOptimizer:
                 if self.assignment[number] < len(self.members):
                     self.members[self.assignment[number]].add_param_group(groups[number])
                 else:
-                    self._add(self._built([groups[number]], [classes[number]]))
+                    self._add(self.build([groups[number]], [classes[number]]))
         self.publish_groups()
         kept = {shard.tensor for shard in self.shards.values()}
         for state in self.states:
             for key in [key for key in state if isinstance(key, torch.Tensor) and key not in kept]:
                 del state[key]
         # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
-        missing = [shard for shard in arrived if not self.own_state(shard)]
-        if missing:
-            numbers = [plan.tensors[shard.index].group for shard in missing]
-            alone = [_local_group(groups[number], [shard]) for number, shard in zip(numbers, missing, strict=True)]
-            made = {}
-            for built in self._built(alone, [classes[number] for number in numbers]):
-                made.update({tensor: state for tensor, state in built.state.items() if state})
-            for shard in missing:
-                if shard.tensor in made:
-                    self.member_of(shard.index).state[shard.tensor] = made[shard.tensor]
+        for shard in arrived:
+            if not self.own_state(shard):
+                number = plan.tensors[shard.index].group
+                [built] = self.build([_local_group(groups[number], [shard])], [classes[number]])
+                if built.state.get(shard.tensor):
+                    self.member_of(shard.index).state[shard.tensor] = built.state[shard.tensor]
 
     def rebind(self) -> None:
         """Point detached shards at their parameters' current storage, and freeze or unfreeze them like these."""
@@ -230,16 +223,13 @@ class LocalOptimizer:
 
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
-        before, self._is_detached = self.shards.values(), True
-        members: list[list[LocalShard]] = [[] for _ in self.groups]
-        for shard in before:
-            found = shard if shard.is_detached else LocalShard.of(shard.shard, shard.param, detached=True)
-            members[self.plan.tensors[shard.index].group].append(found)
-        self._accept(members)
-        for old in before:
-            state, new = self.member_of(old.index).state, self.shards[old.index]
-            if old is not new and old.tensor in state:
-                state[new.tensor] = state.pop(old.tensor)
+        before, self._is_detached = self.shards, True
+        self.shards = {index: shard for index, shard in before.items() if shard.is_detached}
+        self._accept(self._members(self.groups, self.plan))
+        for index, shard in before.items():
+            state, new = self.member_of(index).state, self.shards[index]
+            if new is not shard and shard.tensor in state:
+                state[new.tensor] = state.pop(shard.tensor)
 
     def check_not_converted(self, before: Plan, now: Plan) -> None:
         """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
@@ -308,18 +298,9 @@ class LocalOptimizer:
                     )
         self._checked = counts
 
-    def state_after_a_step(
-        self, groups: Sequence[ParamGroup], step: Callable[[optim.Optimizer], None]
-    ) -> dict[Any, Any]:
-        """Build other optimizers of the same classes, let a function step each, and return their state."""
-        built = self._built(groups, self.classes)
-        for each in built:
-            step(each)
-        return {key: entries for each in built for key, entries in each.state.items()}
-
     # ------------------------------------------------------------------ construction
 
-    def _built(self, groups: Sequence[ParamGroup], classes: Sequence[GroupClass]) -> list[optim.Optimizer]:
+    def build(self, groups: Sequence[ParamGroup], classes: Sequence[GroupClass]) -> list[optim.Optimizer]:
         """Build an optimizer for each class, over its groups, with the user's arguments."""
         built = []
         assignment = assign(classes)
@@ -341,7 +322,7 @@ class LocalOptimizer:
         return built
 
     def _add(self, built: Iterable[optim.Optimizer]) -> None:
-        """Add inner optimizers, whose ``state_dict()``, which scripts for torch's class call, lists this rank's shards."""
+        """Add inner optimizers. Scripts for torch's class call their ``state_dict()``, which lists this rank's shards."""
         for inner in built:
             inner.register_state_dict_pre_hook(_weakly(self._list_shards))
             inner.register_state_dict_post_hook(_weakly(self._list_params))

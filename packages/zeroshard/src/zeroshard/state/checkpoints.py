@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeroshard_comm import Coordinator, agreed
@@ -18,60 +19,49 @@ from zeroshard.state.load import check_load, install, receive_part
 from zeroshard.state.metadata import StateMetadata
 
 
+@dataclass(eq=False)
 class Checkpoints:
-    """Changes the state of the local optimizer outside of steps.
+    """Changes the state of the local optimizer outside of steps."""
 
-    Args:
-        coordinator: agrees on the process group.
-        local: has the state of this rank.
-        metadata: knows the state of all ranks.
-        changes: knows what the user has written to param groups.
-        layouts: finds and adopts the layout.
-    """
-
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        local: LocalOptimizer,
-        metadata: StateMetadata,
-        changes: Changes,
-        layouts: Layouts,
-    ) -> None:
-        self._coordinator, self._local, self._metadata = coordinator, local, metadata
-        self._changes, self._layouts, self._schema = changes, layouts, StateSchema()
+    coordinator: Coordinator
+    local: LocalOptimizer
+    metadata: StateMetadata
+    changes: Changes
+    layouts: Layouts
+    schema: StateSchema = field(default_factory=StateSchema)
 
     def consolidate(self, target: int, to: object) -> None:
         """Gather the state of all ranks on rank ``target``, which is -1 if ``to`` is not an integer. Collective."""
-        coordinator, metadata, plan = self._coordinator, self._metadata, self._local.plan
+        coordinator, metadata, plan = self.coordinator, self.metadata, self.local.plan
         with agreed(coordinator, f"consolidate_state_dict(to={target})") as proposal:
-            proposal.set(self._layouts.layout.config)
+            proposal.set(self.layouts.layout.config)
             if not 0 <= target < plan.world_size:
                 raise ValueError(
                     f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
                 )
-            manifest = describe_state(self._local, self._changes)
+            manifest = describe_state(self.local, self.changes)
         metadata.drop_consolidated()
         metadata.consolidated = gather_state(coordinator, plan, manifest, target)
         metadata.consolidated_to = target
 
     def init_state(self) -> None:
         """Make the state of all ranks if no rank has any. Collective."""
-        local, metadata = self._local, self._metadata
-        with agreed(self._coordinator, "init_state()") as proposal:
-            layout = self._layouts.update()
+        local, metadata = self.local, self.metadata
+        with agreed(self.coordinator, "init_state()") as proposal:
+            layout = self.layouts.update()
             proposal.set(layout.config)
             proposal.flag = has_state(local)
-        if not self._coordinator.flagged:
+        if not self.coordinator.flagged:
             self._replace_state(layout, "init_state()", lambda: make_state(local))
             metadata.keeps_none = not metadata.described and any(param.requires_grad for param in local.params)
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
         """Load what ``read`` returns, on all ranks or none. Return False if all pass an empty dict. Collective."""
-        coordinator, local, metadata = self._coordinator, self._local, self._metadata
+        coordinator, local, metadata = self.coordinator, self.local, self.metadata
         with agreed(coordinator, "load_state_dict()") as proposal:
-            given, layout = read(), self._layouts.update()
+            given, layout = read(), self.layouts.update()
             rank = coordinator.ranks.rank
-            found = check_load(given, layout.plan, local, metadata, self._schema, rank, from_rank, group)
+            found = check_load(given, layout.plan, local, metadata, self.schema, rank, from_rank, group)
             proposal.set(with_settings(layout, found.settings))
             proposal.flag = found.is_given
         if not coordinator.flagged:
@@ -80,7 +70,7 @@ class Checkpoints:
         self._replace_state(layout, "load_state_dict()", lambda: install(local, part))
         local.extra.end_load()
         local.publish_groups()
-        self._changes.forget_masters()
+        self.changes.forget_masters()
         return True
 
     def _replace_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
@@ -89,15 +79,15 @@ class Checkpoints:
         ``install`` replaces the state and the param groups of inner optimizers. It must not change the old ones,
         because an error restores them.
         """
-        before = [(member, member.state, member.param_groups) for member in self._local.members]
+        before = [(member, member.state, member.param_groups) for member in self.local.members]
         try:
-            with agreed(self._coordinator, f"the end of {operation}"):
-                self._layouts.adopt(layout)
+            with agreed(self.coordinator, f"the end of {operation}"):
+                self.layouts.adopt(layout)
                 install()
-            self._metadata.exchange(f"the state after {operation}")
-            self._metadata.drop_consolidated()
+            self.metadata.exchange(f"the state after {operation}")
+            self.metadata.drop_consolidated()
         except BaseException:
             for member, state, groups in before:
                 member.state, member.param_groups = state, groups
-            self._local.extra.end_load(failed=True)
+            self.local.extra.end_load(failed=True)
             raise

@@ -34,9 +34,9 @@ def describe_state(local: LocalOptimizer, changes: Changes) -> Manifest:
         for key, value in local.other_state().items()
         if isinstance(key, str)
     }
-    written = []
+    written, unchanged = [], changes.unchanged()
     for number in sorted({local.plan.tensors[index].group for index in local.shards}):
-        for key, value in changes.unchanged(number, groups[number]).items():
+        for key, value in unchanged[number].items():
             # The receiver keeps its own value if this one cannot be sent, or would arrive as another type.
             found = list[torch.Tensor]()
             with suppress(StateMapError):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import optim
 
 from zeroshard.local.optimizer import LocalOptimizer, unwrapped_step
 from zeroshard.plan.groups import hyperparameters_of
@@ -46,12 +45,12 @@ def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:
         for group, own in zip(local.groups, local.local_groups, strict=True)
     ]
 
-    def step(built: optim.Optimizer) -> None:
-        for group in built.param_groups:
-            if "lr" in group:
-                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
-        unwrapped_step(type(built))(built)
-
+    state: dict[Any, Any] = {}
     with torch.no_grad():
-        state = local.state_after_a_step(groups, step)
+        for built in local.build(groups, local.classes):
+            for group in built.param_groups:
+                if "lr" in group:
+                    group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+            unwrapped_step(type(built))(built)
+            state.update(built.state)
     return {tensor: state[copied] for tensor, copied in copies.items() if copied in state}

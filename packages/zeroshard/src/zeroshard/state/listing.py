@@ -77,13 +77,11 @@ def list_state(local: LocalOptimizer, metadata: StateMetadata, changes: Changes)
     if metadata.consolidated is not None:
         whole = metadata.consolidated
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.state.items()}
-        listed = []
-        for number, group in enumerate(packed):
-            # A value that was written on this rank since the step, even after the consolidation, takes precedence.
-            unchanged = changes.unchanged(number, group)
+        # A value that was written on this rank since the step, even after the consolidation, takes precedence.
+        for number, unchanged in enumerate(changes.unchanged()):
             written = whole.written.get(number, {}).items()
-            listed.append({**group, **{key: value for key, value in written if key in unchanged}})
-        return {"state": state, "param_groups": copy_groups(listed)}
+            packed[number].update({key: value for key, value in written if key in unchanged})
+        return {"state": state, "param_groups": copy_groups(packed)}
     lists_own = metadata.consolidated_to is None
     state = {}
     # The rank with the consolidated state lists tensors that were never stepped as empty; the others list them too.
