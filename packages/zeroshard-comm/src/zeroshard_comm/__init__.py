@@ -1,14 +1,6 @@
 """Moves shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import (
-    Coordinator,
-    Position,
-    ShardingConfig,
-    agree,
-    agreed,
-    check_config,
-    explain_configs,
-)
+from zeroshard_comm.agreement import Coordinator, Position, agree, agreed, check_config
 from zeroshard_comm.broadcasters import MessageBroadcaster
 from zeroshard_comm.collectives import STAGING_BYTES, CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
@@ -18,6 +10,7 @@ from zeroshard_comm.messages import PACK_BELOW, Message, receive, send
 from zeroshard_comm.owner_major import row_length
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.same_host import WORTH_READING
+from zeroshard_comm.sharding_config import ShardingConfig, explain_configs
 from zeroshard_comm.traffic import KINDS, Traffic, Volume
 from zeroshard_comm.transport import Transport, choose_broadcaster, choose_private_group, choose_transport
 from zeroshard_comm.values import CHUNK_BYTES, Manifest, all_gather_text, gather, receive_values, send_values

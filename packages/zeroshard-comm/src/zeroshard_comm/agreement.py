@@ -3,9 +3,8 @@
 A rank whose input is invalid must not raise by itself, because its peers would wait for it. So every collective method
 begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of the operation, the complement of
 these bits, one bit for "failed", and one for a yes-or-no question of the caller. After a bitwise OR, no bit is set in
-both the digest and the complement exactly if all digests are equal. Up to 16 ranks combine words by one collective, see
-:mod:`zeroshard_comm.ring`; more ranks, and all in their first agreement, use rounds, see :mod:`zeroshard_comm.rounds`.
-Only if ranks differ, they send texts to rank 0, which decides what all ranks raise.
+both the digest and the complement exactly if all digests are equal. Only if ranks differ, they send texts to rank 0,
+which decides what all ranks raise. :mod:`zeroshard_comm.ring` and :mod:`zeroshard_comm.rounds` combine words.
 
 Ranks that wait for a lost rank notice it, and tell the others in the same agreement. If a rank is lost between two
 rounds, some ranks may have received its word, and raise only in the next agreement.
@@ -13,14 +12,12 @@ rounds, some ranks may have received its word, and raise only in the next agreem
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property
+from dataclasses import astuple, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,8 +25,6 @@ from zeroshard_core import Plan
 
 from zeroshard_comm.errors import (
     OWN,
-    DifferentCallsError,
-    DisagreementError,
     Explain,
     PeerLostError,
     RankReport,
@@ -41,6 +36,7 @@ from zeroshard_comm.messages import receive_text, send_text, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.ring import Connections
 from zeroshard_comm.rounds import combine_in_rounds
+from zeroshard_comm.sharding_config import Setting, ShardingConfig, explain_configs
 from zeroshard_comm.traffic import Traffic
 
 TAG_WORD = 0x5A530001
@@ -50,11 +46,10 @@ _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
 _FLAG = -1 << 63
-"""The highest bit of a signed integer."""
 
 
 def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
-    """Return the word that a rank sends in an agreement. A digest of None agrees with every other."""
+    """Return the word of a rank, a signed 64-bit integer. A digest of None agrees with every other."""
     bits = 0 if digest is None else digest & _DIGEST | (digest & _DIGEST ^ _DIGEST) << _DIGEST_BITS
     return bits | (_FAILED if failed else 0) | (_FLAG if flag else 0)
 
@@ -72,7 +67,7 @@ def is_unanimous(combined: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The optimizer and the step of a rank. It distinguishes similar optimizers, and steps of one optimizer.
+    """The optimizer and the step of a rank, which all ranks must have in common.
 
     Attributes:
         optimizer: number of the optimizer among those built on the process group, from 1.
@@ -93,10 +88,9 @@ class Coordinator:
     """Lets the ranks of one process group agree.
 
     Messages are sent over gloo from CPU memory, so no agreement waits for an accelerator. They use zeroshard's own
-    connections, see :class:`~zeroshard_comm.ring.Connections`, which are made once per process group, after the
-    first agreement: connecting would wait for a rank that is gone. The first agreement uses the group itself if that
-    has gloo for CPU tensors, else a gloo group that is made for it. With torch's ``fake`` backend nothing is sent, and
-    an agreement raises only the error of this rank.
+    connections, which are made once per process group, after the first agreement: connecting would wait for a rank
+    that is gone. The first agreement uses the group itself if that has gloo for CPU tensors, else a gloo group that is
+    made for it. With torch's ``fake`` backend nothing is sent, and an agreement raises only the error of this rank.
 
     One thread at a time may call methods of all objects of this class on one process group.
 
@@ -105,6 +99,7 @@ class Coordinator:
         traffic: counts bytes and time spent waiting, as kind ``"control"``.
 
     Attributes:
+        is_single_rank: True if no other rank can answer: there is one rank, or the backend moves no data.
         position: must be equal on all ranks in every operation; None if it does not matter. The caller changes it at
             the same time on all ranks.
         flagged: whether any rank set ``flag`` in the last :meth:`agree`, also if that raised.
@@ -113,24 +108,18 @@ class Coordinator:
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
-        # The gloo group of the first agreement.
-        self._first: RankGroup | None = None
-        if ranks.moves_data() and ranks.world_size > 1:
-            has_gloo = ranks.sends_tagged(torch.device("cpu"))
-            self._first = ranks if has_gloo else ranks.private_group("gloo", "control")
+        self.is_single_rank = ranks.world_size == 1 or not ranks.moves_data()
         self.position: Position | None = None
         self.flagged = False
-
-    @property
-    def is_single_rank(self) -> bool:
-        """True if no other rank can answer: there is one rank, or the backend moves no data."""
-        return self._first is None
+        has_gloo = self.is_single_rank or ranks.sends_tagged(torch.device("cpu"))
+        # The group of the first agreement.
+        self._first = ranks if has_gloo else ranks.private_group("gloo", "control")
 
     @property
     def channel(self) -> RankGroup:
         """The group on which messages are sent now. It must not be used if :attr:`is_single_rank`."""
         connections = self.ranks.context.connections
-        return connections.channel if connections is not None else self._first or self.ranks
+        return self._first if connections is None else connections.channel
 
     def agree(
         self,
@@ -270,24 +259,24 @@ class Coordinator:
 
     def _combine_ints(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
         with self.exclusive(operation):
-            return self._or(numbers, TAG_INTS, operation)
+            return self._combine(numbers, TAG_INTS, operation, None)
 
     def _combine_words(self, operation: str, digest: int | None, error: Exception | None, *, flag: bool) -> int:
         """Return the OR of the words of all ranks. After the first agreement, make zeroshard's own connections."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
         word = word_of(None if digest is None else code, failed=error is not None, flag=flag)
         lost = error if isinstance(error, PeerLostError) else None
-        combined = int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation, lost))
-        if is_unanimous(combined) and not combined & _FAILED and self.ranks.context.connections is None:
-            assert self._first is not None
-            self.ranks.context.connections = Connections(self._first)
+        combined = int(self._combine(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation, lost))
+        context = self.ranks.context
+        if context.connections is None and is_unanimous(combined) and not combined & _FAILED:
+            context.connections = Connections(self._first)
         return combined
 
-    def _or(self, numbers: torch.Tensor, tag: int, operation: str, lost: PeerLostError | None = None) -> torch.Tensor:
+    def _combine(self, numbers: torch.Tensor, tag: int, operation: str, lost: PeerLostError | None) -> torch.Tensor:
         connections = self.ranks.context.connections
-        if connections is not None:
-            return connections.combine(numbers, tag, operation, self.traffic, lost)
-        return combine_in_rounds(self.channel, numbers, tag, operation, self.traffic, lost)
+        if connections is None:
+            return combine_in_rounds(self._first, numbers, tag, operation, self.traffic, lost)
+        return connections.combine(numbers, tag, operation, self.traffic, lost)
 
     def _exchange_errors(
         self, operation: str, digest: int | None, detail: str, error: Exception | None, explain: Explain | None
@@ -314,46 +303,7 @@ class Coordinator:
         if kind == OWN:
             assert error is not None
             return error
-        known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
-        return known[kind](message) if kind in known else rebuild_exception(kind, message)
-
-
-Setting = str | int | float | bool | None
-
-
-@dataclass(frozen=True)
-class ShardingConfig:
-    """The plan, and the settings that change which messages a rank sends.
-
-    Attributes:
-        plan: the plan of this rank.
-        settings: named values that must be equal on all ranks, e.g. ``{"parameters_as_bucket_view": True}``.
-        active: for each tensor, whether it is stepped now; empty if unknown.
-    """
-
-    plan: Plan
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    active: tuple[bool, ...] = ()
-
-    @cached_property
-    def digest(self) -> int:
-        """63 bits of a SHA-256 of the configuration, for :meth:`Coordinator.agree`."""
-        text = json.dumps([self.plan.fingerprint(), dict(self.settings), self.active], sort_keys=True)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-    def to_json(self) -> str:
-        """Return the configuration as text, from which :meth:`from_json` makes an equal one."""
-        return json.dumps({"plan": self.plan.to_json(), "settings": dict(self.settings), "active": list(self.active)})
-
-    @classmethod
-    def from_json(cls, text: str) -> ShardingConfig:
-        """Make a configuration from the text that :meth:`to_json` returned.
-
-        Raises:
-            ValueError: if the text is damaged.
-        """
-        parts = json.loads(text)
-        return cls(Plan.from_json(parts["plan"]), parts["settings"], tuple(parts["active"]))
+        return rebuild_exception(kind, message)
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:
@@ -389,9 +339,7 @@ def check_config(
         once: settings of this call alone, which must be equal on all ranks too.
 
     Raises:
-        DisagreementError: as :func:`agree`.
-        PeerLostError: as :func:`agree`.
-        Exception: if a rank passed an error, as :meth:`Coordinator.agree`.
+        Exception: as :meth:`Coordinator.agree`.
     """
     settings = once or {}
 
@@ -405,7 +353,7 @@ def check_config(
 
 @dataclass
 class Proposal:
-    """The arguments of this rank for the agreement that ends a block of :func:`agreed`; see `Coordinator.agree`."""
+    """This rank's arguments of :meth:`Coordinator.agree` at the end of a block of :func:`agreed`."""
 
     digest: int = 0
     detail: Callable[[], str] = str
@@ -429,9 +377,7 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = N
         The proposal of this rank, which the block may set.
 
     Raises:
-        DisagreementError: as :func:`agree`.
-        PeerLostError: as :func:`agree`.
-        Exception: if the block raised on a rank, as :meth:`Coordinator.agree`.
+        Exception: as :meth:`Coordinator.agree`; the error of the block is the error of this rank.
     """
     proposal = Proposal()
     failure: Exception | None = None
@@ -450,30 +396,3 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = N
         explain=explain or explain_configs,
         flag=proposal.flag,
     )
-
-
-def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
-    """Name the first difference between two configurations in JSON; return None if there is none."""
-    if not reference or not other:
-        return None
-    here, there = ShardingConfig.from_json(reference), ShardingConfig.from_json(other)
-    difference = here.plan.difference(there.plan)
-    if difference is not None:
-        difference = f"{difference} (here: rank {reference_rank}, there: rank {other_rank})"
-    if here.plan.tensors != there.plan.tensors:
-        return difference
-    for name in dict.fromkeys([*here.settings, *there.settings]):
-        left, right = here.settings.get(name), there.settings.get(name)
-        if left != right:
-            return f"{name} is {left!r} on rank {reference_rank} and {right!r} on rank {other_rank}"
-    # Owners come after settings, because they may depend on them.
-    if difference is not None:
-        return difference
-    for index, (left, right) in enumerate(zip(here.active, there.active, strict=False)):
-        if left != right:
-            yes, no = (reference_rank, other_rank) if left else (other_rank, reference_rank)
-            return (
-                f"tensor {index} {here.plan.tensors[index].name!r} is trainable or has a gradient on rank {yes}, but "
-                f"is frozen on rank {no}"
-            )
-    return None

@@ -42,11 +42,12 @@ def builtin_name(error: BaseException) -> str:
 
 
 def rebuild_exception(type_name: str, message: str) -> Exception:
-    """Return the error that another rank reported: of a built-in type, else a RuntimeError that contains the name.
+    """Return the error that rank 0 chose: of this module or of a built-in type, else a RuntimeError with the name.
 
     Imports nothing, because the text of a peer must not choose what is imported here.
     """
-    kind = getattr(builtins, type_name, None)
+    own = {kind.__name__: kind for kind in (PeerLostError, DisagreementError, DifferentCallsError)}
+    kind = own.get(type_name) or getattr(builtins, type_name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (UnicodeDecodeError, UnicodeEncodeError):
         with suppress(TypeError):
             return kind(message)
