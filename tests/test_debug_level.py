@@ -163,7 +163,7 @@ class Inside:
     """Changes what the broadcasters of a rank do, in a simulation: no user's code can."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: Callable[[ParameterBroadcaster], None]) -> None:
-        from zeroshard_comm.broadcasters import MessageBroadcaster
+        from zeroshard_comm.message_exchange import MessageBroadcaster
 
         arrive = MessageBroadcaster.arrive
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from zeroshard_comm import MessageReducer, PeerLostError, RankGroup, Traffic
-from zeroshard_comm.message_reducer import WINDOW_BYTES, ReceiveWindow
+from zeroshard_comm.message_exchange import WINDOW_BYTES, ReceiveWindow
 from zeroshard_comm.messages import CHUNK_BYTES, PACKED_BYTES
 from zeroshard_core import Run
 from zeroshard_testing import Faults

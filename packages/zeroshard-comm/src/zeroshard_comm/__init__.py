@@ -1,11 +1,10 @@
 """Moves shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
 from zeroshard_comm.agreement import Coordinator, Position, agree, agreed, check_config
-from zeroshard_comm.broadcasters import MessageBroadcaster
 from zeroshard_comm.collectives import STAGING_BYTES, CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
+from zeroshard_comm.message_exchange import MessageBroadcaster, MessageReducer, MessageReduceWork
 from zeroshard_comm.messages import PACK_BELOW, Message, receive, send
 from zeroshard_comm.owner_major import row_length
 from zeroshard_comm.process_group import GroupContext, RankGroup

@@ -24,7 +24,7 @@ from zeroshard_core import Run
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.errors import PeerLostError, peer_lost
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.message_reducer import mean_in_rank_order
+from zeroshard_comm.message_exchange import mean_in_rank_order
 from zeroshard_comm.messages import PACKED_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine

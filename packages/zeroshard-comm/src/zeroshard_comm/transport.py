@@ -13,10 +13,9 @@ import torch
 from zeroshard_core import Run
 
 from zeroshard_comm.agreement import Coordinator
-from zeroshard_comm.broadcasters import MessageBroadcaster
 from zeroshard_comm.collectives import CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.message_reducer import WINDOW_BYTES, MessageReducer, ReceiveWindow
+from zeroshard_comm.message_exchange import WINDOW_BYTES, MessageBroadcaster, MessageReducer, ReceiveWindow
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.same_host import (
     WORTH_READING,
