@@ -74,9 +74,9 @@ def test_bytes_sent_per_step_are_what_the_plan_predicts(
     )
     set_gradients(model.parameters(), 0)
     sharded.step()
-    before = sharded.traffic.of("share")
+    before = sharded.traffic.of("broadcast")
     sharded.step()
-    sent = (sharded.traffic.of("share") - before).bytes_sent
+    sent = (sharded.traffic.of("broadcast") - before).bytes_sent
     tensors = sharded.plan.tensors
     predicted = 4 * sum(s.numel for s in sharded.plan.of_rank(rank) if tensors[s.tensor].trainable) * (world_size - 1)
     # On top: alignment in the runs of flat buffers.

@@ -381,7 +381,7 @@ def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partiti
     assert sum(t.state_bytes_here for t in said.tensors) == said.state_bytes_here
     assert said.state_bytes_here == 2 * said.owned_bytes + 4 * len(plan.of_rank(rank))
     sent = {kind: said.traffic[kind].bytes_sent - before.traffic[kind].bytes_sent for kind in said.traffic}
-    assert said.step_bytes == sent["share"]
+    assert said.step_bytes == sent["broadcast"]
     if hook == "owner":
         assert sorted(index for bucket in said.buckets for index in bucket.tensors) == [*range(len(plan.tensors))]
         assert sum(bucket.nbytes for bucket in said.buckets) == nbytes
@@ -390,7 +390,7 @@ def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partiti
         assert said.buckets == ()
     read = json.loads(json.dumps(dataclasses.asdict(said)))
     assert read["tensors"][0]["shape"] == list(training.params[0].shape)
-    assert read["traffic"]["share"]["bytes_sent"] == said.traffic["share"].bytes_sent
+    assert read["traffic"]["broadcast"]["bytes_sent"] == said.traffic["broadcast"].bytes_sent
     assert str(training.optimizer) == f"ZeroRedundancyOptimizer of {said.to_text()}"
 
 
@@ -404,6 +404,6 @@ def test_descriptions_of_two_optimizers() -> None:
         optimizer.step()
     numbers = [len(optimizer.describe().tensors) for optimizer in ours]
     assert sum(numbers) == len(list(model.parameters()))
-    assert [optimizer.describe().traffic["share"].bytes_sent for optimizer in ours] == [
+    assert [optimizer.describe().traffic["broadcast"].bytes_sent for optimizer in ours] == [
         optimizer.describe().step_bytes for optimizer in ours
     ]

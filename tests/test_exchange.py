@@ -77,8 +77,8 @@ def test_traffic_is_what_the_segments_say(rank: int, made_by: str) -> None:
     broadcaster.broadcast()
     coordinator.agree("what an owner may not write before")
     owned, everything = (40, 80, 0)[rank], 120
-    share = coordinator.traffic.of("share")
-    assert (share.bytes_sent, share.bytes_received) == (owned * 2, everything - owned)
+    broadcast = coordinator.traffic.of("broadcast")
+    assert (broadcast.bytes_sent, broadcast.bytes_received) == (owned * 2, everything - owned)
 
 
 @pytest.mark.ranks(4, backend="gloo")

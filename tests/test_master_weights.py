@@ -134,7 +134,7 @@ def test_bytes_of_a_rank_are_those_of_its_shards(rank: int) -> None:
     # Two moments of 4 bytes for each element, and a master for those in half precision.
     assert nbytes == sum(numel * (12 if itemsize == 2 else 8) for numel, itemsize in owned)
     # Parameters travel in their own dtypes.
-    assert sharded.traffic.of("share").bytes_sent == 2 * sum(numel * itemsize for numel, itemsize in owned)
+    assert sharded.traffic.of("broadcast").bytes_sent == 2 * sum(numel * itemsize for numel, itemsize in owned)
 
 
 # ---------------------------------------------------------------------- with DistributedDataParallel

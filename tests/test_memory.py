@@ -187,14 +187,14 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     if where == "on all ranks" or rank == 1:
         weight.data = change(weight.data)
     set_gradients(ours.parameters(), 2)
-    sent = sharded.traffic.of("share").bytes_sent
+    sent = sharded.traffic.of("broadcast").bytes_sent
     refusals = (ValueError, RuntimeError, DisagreementError)
     with pytest.raises(refusals, match=r"tensor 1 'param.1'|parameter 1 of group 0"):
         sharded.step()
     if where == "on all ranks":
         # The state is of no use, nor is a step.
         assert_bitwise_equal(nn.ParameterList([*ours][2:]), nn.ParameterList([*theirs][2:]), "after the refused step")
-    assert sharded.traffic.of("share").bytes_sent == sent
+    assert sharded.traffic.of("broadcast").bytes_sent == sent
     if where == "on all ranks" or rank == 1:
         weight.data = back(weight.data)
     assert where != "on all ranks" or torch.equal(weight, before)

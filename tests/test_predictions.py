@@ -115,7 +115,7 @@ class Allocations(TorchDispatchMode):
 
 def bytes_sent(optimizer: ZeroRedundancyOptimizer) -> int:
     """Of gradients and parameters."""
-    return sum(optimizer.traffic.of(kind).bytes_sent for kind in ("reduce", "share"))
+    return sum(optimizer.traffic.of(kind).bytes_sent for kind in ("reduce", "broadcast"))
 
 
 @contextmanager
@@ -210,12 +210,12 @@ def test_state_and_traffic_in_messages(rank: int, world_size: int, model: str, p
         register(hook, ddp, sharded)
     predicted = predict(ddp.module, optim.AdamW, ranks=world_size, partition=partition, reduces_to_owner=hook != "none")
     for _ in range(2):
-        before = [sharded.traffic.of(kind).bytes_sent for kind in ("reduce", "share")]
+        before = [sharded.traffic.of(kind).bytes_sent for kind in ("reduce", "broadcast")]
         sharded.zero_grad()
         ddp(make_batch(torch.device("cpu"))).mean().backward()
         sharded.step()
     reduced, shared = (
-        sharded.traffic.of(kind).bytes_sent - sent for kind, sent in zip(("reduce", "share"), before, strict=True)
+        sharded.traffic.of(kind).bytes_sent - sent for kind, sent in zip(("reduce", "broadcast"), before, strict=True)
     )
     assert state_bytes([sharded.optim]) == predicted.ranks[rank].state
     assert reduced == (predicted.sent_in_backward[rank] if hook != "none" else 0)

@@ -197,10 +197,10 @@ def test_hyperparameters_that_the_user_has_changed_reach_the_local_optimizer_fir
 def test_what_changes_nothing_sends_no_parameters() -> None:
     model, optimizer = in_training()
     versions = [param._version for param in model.parameters()]
-    shared = optimizer.traffic.of("share")
+    broadcast = optimizer.traffic.of("broadcast")
     optimizer.train()
     assert [param._version for param in model.parameters()] == versions
-    assert optimizer.traffic.of("share") == shared
+    assert optimizer.traffic.of("broadcast") == broadcast
     optimizer.eval()
     # On every rank, so that autograd notices that a graph has saved the old values.
     assert all(param._version > version for param, version in zip(model.parameters(), versions, strict=True))

@@ -31,7 +31,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
 def sharding_metrics(optimizer: ZeroRedundancyOptimizer) -> dict[str, float]:
     """Return the bytes of state here, and what this rank has sent and waited so far."""
     metrics = {"zeroshard/state_bytes": float(optimizer.describe().state_bytes_here)}
-    for kind in ("reduce", "share"):  # gradients to their owners, parameters to all ranks
+    for kind in ("reduce", "broadcast"):  # gradients to their owners, parameters to all ranks
         volume = optimizer.traffic.of(kind)
         metrics[f"zeroshard/{kind}_bytes_sent"] = volume.bytes_sent
         metrics[f"zeroshard/{kind}_seconds_waited"] = volume.seconds_waited

@@ -127,7 +127,7 @@ def _measured(ranks: int, *, sharded: bool) -> dict[str, float]:
     for _ in range(STEPS):
         optimizer.step()
     grown = resident("VmRSS") - before
-    calls = optimizer.traffic.of("share").calls // STEPS if isinstance(optimizer, ZeroRedundancyOptimizer) else 0
+    calls = optimizer.traffic.of("broadcast").calls // STEPS if isinstance(optimizer, ZeroRedundancyOptimizer) else 0
     times = []
     for _ in range(TIMED):
         start = process_time()

@@ -92,7 +92,7 @@ class Run:
         """Return the bytes of gradients and parameters that the optimizer of this rank has sent so far."""
         if self.zero is None:
             return 0
-        return sum(self.zero.traffic.of(kind).bytes_sent for kind in ("reduce", "share"))
+        return sum(self.zero.traffic.of(kind).bytes_sent for kind in ("reduce", "broadcast"))
 
     def predicted_bytes(self) -> int:
         """Return the bytes that this rank is predicted to send per step; unsharded, by a ring all-reduce alone."""

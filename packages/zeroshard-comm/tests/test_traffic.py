@@ -8,10 +8,10 @@ from zeroshard_comm import Traffic, Volume
 
 def test_totals_add_up_per_kind() -> None:
     traffic = Traffic()
-    traffic.add("share", sent=10, received=5, calls=2, waited=0.5)
-    traffic.add("share", sent=1)
+    traffic.add("broadcast", sent=10, received=5, calls=2, waited=0.5)
+    traffic.add("broadcast", sent=1)
     traffic.add("state", received=7)
-    assert traffic.of("share") == Volume(11, 5, 2, 0.5)
+    assert traffic.of("broadcast") == Volume(11, 5, 2, 0.5)
     assert traffic.total() == Volume(11, 12, 2, 0.5)
 
 
@@ -25,7 +25,7 @@ def test_a_difference_tells_what_was_added_since() -> None:
 
 def test_reset_and_unknown_kinds() -> None:
     traffic = Traffic()
-    traffic.add("share", sent=1)
+    traffic.add("broadcast", sent=1)
     traffic.reset()
     assert traffic.total() == Volume()
     with pytest.raises(KeyError):

@@ -47,8 +47,8 @@ class _Slot:
         self.passage: _Passage | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``numel`` elements of the buffer, 1-D, to write to."""
+    def reserve(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Wait for the last use of the buffer, and return its first ``numel`` elements, 1-D, to write to."""
         if self.passage is not None:
             self.passage.finish()
         nbytes = numel * dtype.itemsize
@@ -179,7 +179,7 @@ class CollectiveReducer(GradientReducer):
             if not self._averages:
                 buffer.div_(self.ranks.world_size)
             for number, (slot, chunk) in enumerate(zip(self._slots, self._chunks, strict=True)):
-                packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
+                packed = slot.reserve(chunk.width * self.ranks.world_size, self._dtype)
                 foreach_copy_(*self._packing(number, buffer, packed))
                 row = self._owned[chunk.columns.start : chunk.columns.stop]
                 work = reduce_scatter(row, packed, op=op, group=group, async_op=True)
@@ -261,7 +261,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         ]
         if calls:
             self._unfinished += _together(self.ranks, self._whole[0][1].device, "step()", calls)
-        self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self._unfinished))
+        self.traffic.add("broadcast", sent=self.sent, received=self.received, calls=len(self._unfinished))
 
     def arrive(self) -> None:
         """Wait for all collectives, and unpack the gathered rows."""
@@ -269,7 +269,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         for finish in self._unfinished:
             finish()
         self._unfinished = []
-        self.traffic.add("share", waited=time.perf_counter() - started)
+        self.traffic.add("broadcast", waited=time.perf_counter() - started)
 
 
 class _Gather:
@@ -285,7 +285,7 @@ class _Gather:
 
     def issue(self) -> _Passage:
         size = self._ranks.world_size
-        packed = self._slot.take(self._chunk.width * size, self._dtype)
+        packed = self._slot.reserve(self._chunk.width * size, self._dtype)
         if self._packed_at != packed.data_ptr():
             self._locate(packed)
         if self._own[0]:

@@ -117,7 +117,7 @@ class ParameterBroadcaster(ABC):
         ranks: the group.
         segments: the segments, whose buffers are all on one device. Ranks must agree on the list first; only addresses
             may differ.
-        traffic: counts bytes, as kind ``"share"``.
+        traffic: counts bytes, as kind ``"broadcast"``.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:

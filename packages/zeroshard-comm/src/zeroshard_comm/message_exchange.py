@@ -33,7 +33,7 @@ from zeroshard_comm.messages import (
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
-TAG_SHARE = 0x5A530010
+TAG_BROADCAST = 0x5A530010
 TAG_GRADIENTS = 0x5A530031
 
 Pieces = tuple[torch.Tensor, ...]
@@ -257,7 +257,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         segments: Sequence[Segment],
         traffic: Traffic | None = None,
         *,
-        tag: int = TAG_SHARE,
+        tag: int = TAG_BROADCAST,
         pack_below: int = PACK_BELOW,
     ) -> None:
         super().__init__(ranks, segments, traffic)
@@ -283,7 +283,7 @@ class MessageBroadcaster(ParameterBroadcaster):
             message.pack()
             self._sends += [send(self.ranks, peer, message.data, self._tag, "a step") for peer in self.ranks.peers]
         calls = len(self._arriving) + len(self._sends)
-        self.traffic.add("share", sent=self.sent, received=self.received, calls=calls)
+        self.traffic.add("broadcast", sent=self.sent, received=self.received, calls=calls)
 
     def arrive(self) -> None:
         """Wait for messages in their order, and unpack each while the rest arrives."""
@@ -292,7 +292,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         for message, receiving in arriving:
             receiving.wait("a step")
             message.unpack()
-        self.traffic.add("share", waited=time.perf_counter() - started)
+        self.traffic.add("broadcast", waited=time.perf_counter() - started)
 
     def wait(self) -> None:
         """Wait for the sends, too."""
@@ -301,4 +301,4 @@ class MessageBroadcaster(ParameterBroadcaster):
         while self._sends:
             # Removed before the wait: if it raises, this rank must not wait for the message again.
             self._sends.pop(0).wait("a step")
-        self.traffic.add("share", waited=time.perf_counter() - started)
+        self.traffic.add("broadcast", waited=time.perf_counter() - started)

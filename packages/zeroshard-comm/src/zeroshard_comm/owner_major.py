@@ -79,9 +79,9 @@ class OwnerMajor:
         for run in runs:
             owned[run.rank] += run.stop - run.start
             cut[run.rank] += (run.stop - run.start) * run.is_part
-        columns, takes_whole = list[int | None](), _takes_whole(cut, owned)
+        columns, includes_whole = list[int | None](), _includes_whole(cut, owned)
         for run in runs:
-            is_chosen = run.is_part or takes_whole
+            is_chosen = run.is_part or includes_whole
             columns.append(filled[run.rank] if is_chosen else None)
             filled[run.rank] += (run.stop - run.start) * is_chosen
         return cls(world_size, runs, tuple(columns), row_length(cut, owned))
@@ -135,9 +135,9 @@ def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
         cut: the size of the parts of cut tensors, by rank.
         owned: the size of these and of whole tensors, by rank.
     """
-    return -(-max(owned if _takes_whole(cut, owned) else cut) // _UNIT) * _UNIT
+    return -(-max(owned if _includes_whole(cut, owned) else cut) // _UNIT) * _UNIT
 
 
-def _takes_whole(cut: Sequence[int], owned: Sequence[int]) -> bool:
+def _includes_whole(cut: Sequence[int], owned: Sequence[int]) -> bool:
     padded = -(-max(owned) // _UNIT) * _UNIT * len(owned)
     return any(cut) and padded <= PADDED_AT_MOST * sum(owned)

@@ -123,8 +123,8 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self._is_sent, started = False, time.perf_counter()
         for peer, memory in self._reads or ():
             _read(memory, peer, self.ranks.rank, "step()")
-        waited = time.perf_counter() - started
-        self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self.ranks.peers), waited=waited)
+        calls, waited = len(self.ranks.peers), time.perf_counter() - started
+        self.traffic.add("broadcast", sent=self.sent, received=self.received, calls=calls, waited=waited)
 
     def _parts_of(self, peer: int, places: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return local address, remote address and bytes of a peer's segments, with adjacent segments joined."""
@@ -189,11 +189,11 @@ class SameHostReducer(GradientReducer):
         waited = 0.0
         for number, message in enumerate(self._messages):
             own = tuple([buffer[start:stop] for start, stop in message.ranges])
-            waited += mean_in_rank_order(self.ranks, own, partial(self._take, number), lambda _: None)
+            waited += mean_in_rank_order(self.ranks, own, partial(self._fetch, number), lambda _: None)
         calls = len(self._messages) * len(self.ranks.peers)
         self.coordinator.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
 
-    def _take(self, number: int, peer: int) -> torch.Tensor:
+    def _fetch(self, number: int, peer: int) -> torch.Tensor:
         _read(self._reads[peer][number], peer, self.ranks.rank, "backward()")
         return self._scratch[min(peer, 1), : self._messages[number].nbytes]
 

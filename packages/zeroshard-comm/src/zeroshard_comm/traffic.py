@@ -7,7 +7,7 @@ from operator import sub
 from threading import Lock
 from typing import Any
 
-KINDS = ("share", "reduce", "state", "control")
+KINDS = ("broadcast", "reduce", "state", "control")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ _adding = Lock()
 class Traffic:
     """Counts the communication of one object. Exchanges and the control channel add to it.
 
-    Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state)
+    Kinds are ``"broadcast"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (of optimizers)
     and ``"control"`` (agreements, and norms of gradients). Bytes are counted as the plan predicts them: an owner that
     sends ``b`` bytes to ``n`` ranks, itself included, counts ``b * (n - 1)`` bytes, also if a backend forwards them
     along a tree or a ring.

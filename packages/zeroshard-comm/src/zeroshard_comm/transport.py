@@ -39,17 +39,17 @@ class Transport:
     Attributes:
         reducer: makes the reducer of a bucket, from its ranges of elements with their owners, in bucket order, and the
             1-D bucket, or any tensor of its dtype and device.
-        broadcaster: makes the broadcaster of segments; called only if ``shares_buckets``.
+        broadcaster: makes the broadcaster of segments; called only if ``broadcasts_buckets``.
         tags: offset of the tags of its messages, which must be the same on all ranks; 0 if it sends no messages.
         uses_thread: whether another thread finishes reductions. If not, all ranks do everything in one order.
-        shares_buckets: whether each bucket's parameters are sent separately. If not, all are sent together.
+        broadcasts_buckets: whether each bucket's parameters are sent separately. If not, all are sent together.
     """
 
     reducer: Callable[[Sequence[Run], torch.Tensor], GradientReducer]
     broadcaster: Callable[[Sequence[Segment]], ParameterBroadcaster]
     tags: int = 0
     uses_thread: bool = False
-    shares_buckets: bool = True
+    broadcasts_buckets: bool = True
 
 
 def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int) -> Transport:
@@ -70,7 +70,7 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
         return Transport(
             lambda runs, bucket: SameHostReducer(coordinator, runs, bucket.dtype, scratch),
             lambda segments: SameHostBroadcaster(coordinator, segments),
-            shares_buckets=False,
+            broadcasts_buckets=False,
         )
     if not ranks.sends_tagged(device):
         group = choose_private_group(ranks, device)
@@ -86,7 +86,7 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
         lambda segments: MessageBroadcaster(channel, segments, traffic, tag=TAG_BUCKETS + tags),
         tags=tags,
         uses_thread=overlaps,
-        shares_buckets=overlaps,
+        broadcasts_buckets=overlaps,
     )
 
 

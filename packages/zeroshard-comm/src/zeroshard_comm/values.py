@@ -158,18 +158,18 @@ def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list
     return [zlib.decompress(packed).decode() for packed in texts]
 
 
-def _from_each(coordinator: Coordinator, take: Callable[[int], _T]) -> dict[int, _T]:
-    """Return what ``take`` receives from each peer. If a peer is lost, raise only after receiving from the others."""
-    taken: dict[int, _T] = {}
+def _from_each(coordinator: Coordinator, receive_from: Callable[[int], _T]) -> dict[int, _T]:
+    """Call a function for each peer, and return the results. If a peer is lost, raise only after the last call."""
+    received: dict[int, _T] = {}
     lost: list[PeerLostError] = []
     for peer in sorted(coordinator.ranks.peers):
         try:
-            taken[peer] = take(peer)
+            received[peer] = receive_from(peer)
         except PeerLostError as error:
             lost.append(error)
     if lost:
         raise lost.pop(0)
-    return taken
+    return received
 
 
 def _placed(place: Place, source: int, text: str) -> Sequence[torch.Tensor]:

@@ -63,7 +63,7 @@ class Buckets:
         self.device = common_device(self._params, self._layout)
         nbytes = sum(spec.nbytes for spec in self._layout.plan.tensors)
         self.transport = choose_transport(coordinator, self.device, nbytes)
-        self.are_sent = is_interleaved and self.transport.shares_buckets
+        self.are_sent = is_interleaved and self.transport.broadcasts_buckets
         self.by_index: dict[int, BucketState] = {}
         self.arrived: list[BucketState] = []
         self._known: frozenset[int] = frozenset()
