@@ -169,11 +169,18 @@ class RankGroup:
         """
         made = self.context._private
         if (backend, purpose) not in made:
+            members, default = dist.get_process_group_ranks(self.group), dist.group.WORLD
+            # NCCL would split the default group.
+            if backend == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
+                raise ValueError(
+                    f"a group of its own for the ranks {members} cannot be made while the default process group is "
+                    f"bound to a device: leave out device_id in init_process_group(), or use the default group"
+                )
             try:
-                found = self._new_group(dist.get_process_group_ranks(self.group), backend, backend)
+                group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
             except RuntimeError as failure:
                 raise unconnected(failure, self.rank, self.world_size) from failure
-            made[backend, purpose] = found
+            made[backend, purpose] = RankGroup.of(group)
         return made[backend, purpose]
 
     def close(self, error: BaseException) -> None:
@@ -205,35 +212,6 @@ class RankGroup:
                 work = dist.irecv(room, group=self.group, group_src=peer, tag=_TAG_NOTHING)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
-
-    def subgroup(self, size: int) -> RankGroup:
-        """Cut the group into groups of ``size`` consecutive group ranks, and return the group of this rank.
-
-        This is a collective among only the ranks of that group, which has the same backends and timeout.
-
-        Args:
-            size: a divisor of the number of ranks. For the number itself, this returns the group unchanged.
-
-        Raises:
-            ValueError: if torch would need ranks outside of the group to make it.
-        """
-        if size == self.world_size:
-            return self
-        first = self.rank // size * size
-        members = dist.get_process_group_ranks(self.group)[first : first + size]
-        return self._new_group(members, dist.get_backend_config(self.group), self.backend("cuda"))
-
-    def _new_group(self, members: list[int], backend: str, for_cuda: str) -> RankGroup:
-        """Make a group of global ranks, all of which call this; raise if NCCL would split the default group."""
-        default = dist.group.WORLD
-        if for_cuda == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
-            raise ValueError(
-                f"a group of its own for the ranks {members} cannot be made while the default process group is bound "
-                f"to a device: leave out device_id in init_process_group(), or use the default group"
-            )
-        return RankGroup.of(
-            dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
-        )
 
     @cached_property
     def timeout(self) -> timedelta | None:
