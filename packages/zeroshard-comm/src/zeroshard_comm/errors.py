@@ -28,7 +28,9 @@ class PeerLostError(RuntimeError):
         peer: group rank of the lost rank; None if unknown.
     """
 
-    peer: int | None = None
+    def __init__(self, message: str = "", peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 def builtin_name(error: BaseException) -> str:
@@ -42,7 +44,7 @@ def builtin_name(error: BaseException) -> str:
 
 
 def rebuild_exception(type_name: str, message: str) -> Exception:
-    """Return the error that rank 0 chose: of this module or of a built-in type, else a RuntimeError with the name.
+    """Return an error of this module or of a built-in type, else a RuntimeError that contains the name.
 
     Imports nothing, because the text of a peer must not choose what is imported here.
     """
@@ -69,27 +71,29 @@ def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str
         operation: the operation of the ranks.
     """
     who = f"rank {peer}" if peer is not None else "another rank"
-    error = PeerLostError(
+    return PeerLostError(
         f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call "
         f"{operation} within the process group's timeout. Look at {who}'s own output first. "
-        f"(The backend said: {first_line(failure)})"
+        f"(The backend said: {first_line(failure)})",
+        peer,
     )
-    error.peer = peer
-    return error
+
+
+def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
+    """Return the error of a rank that another rank told of a lost one; ``peer`` is None if it is unknown."""
+    who, whose = ("one", "all ranks") if peer is None else (f"rank {peer}", f"rank {peer}")
+    return PeerLostError(
+        f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
+        f"or did not call {operation} within the process group's timeout. Look at the output of {whose} first",
+        peer,
+    )
 
 
 def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostError:
-    """Return the error of a rank that could not connect to the others.
-
-    Args:
-        failure: the error of the backend.
-        rank: group rank of this process.
-        world_size: number of ranks, each of which connects to every other one.
-    """
-    error = peer_lost(failure, None, rank, "connect()")
+    """Return the error of a rank that could not connect to all others."""
     return PeerLostError(
-        f"{error}. If all {world_size} ranks live: each opens {world_size - 1} connections more, which `ulimit -n` "
-        f"must allow, on the network interface that GLOO_SOCKET_IFNAME names"
+        f"{peer_lost(failure, None, rank, 'connect()')}. If all {world_size} ranks live: each opens {world_size - 1} "
+        f"connections more, which `ulimit -n` must allow, on the network interface that GLOO_SOCKET_IFNAME names"
     )
 
 
@@ -102,7 +106,7 @@ OWN = "own"
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The report of a rank after a difference: its operation, position and details, and its error."""
+    """What a rank reports if ranks differ."""
 
     rank: int
     operation: str
@@ -120,25 +124,20 @@ class RankReport:
 
 def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tuple[str, str]:
     """Return the error that every rank raises, from all reports: its type, or :data:`OWN`, and its message."""
-    calls = dict.fromkeys(report.call for report in reports)
     failed = [report for report in reports if report.error_type]
     if failed:
-        first = failed[0]
-        alike = [
-            report.rank for report in failed if (report.error_type, report.error) == (first.error_type, first.error)
-        ]
+        kind, message = failed[0].error_type, failed[0].error
+        alike = [report.rank for report in failed if (report.error_type, report.error) == (kind, message)]
         if len(alike) == len(reports):
             return OWN, ""
-        return first.error_type, f"{_ranks(alike)}: {first.error}"
+        return kind, f"{_ranks(alike)}: {message}"
+    calls = dict.fromkeys(report.call for report in reports)
     if len(calls) > 1:
         called = "; ".join(f"{_ranks([r.rank for r in reports if r.call == call])} called {call}" for call in calls)
         return "DifferentCallsError", f"{called}. Every rank of the group must make the same calls in the same order."
-    telling = [report for report in reports if report.digest is not None]
-    reference = telling[0]
-    others = [report for report in telling if report.digest != reference.digest]
-    words = None
-    if explain is not None:
-        words = explain(reference.detail, others[0].detail, reference.rank, others[0].rank)
+    reference, *following = [report for report in reports if report.digest is not None]
+    others = [report for report in following if report.digest != reference.digest]
+    words = explain(reference.detail, others[0].detail, reference.rank, others[0].rank) if explain is not None else None
     return "DisagreementError", (
         f"{reference.operation}: {_ranks([report.rank for report in others])} "
         f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "

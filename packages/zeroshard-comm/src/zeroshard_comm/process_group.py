@@ -26,19 +26,15 @@ _T = TypeVar("_T")
 
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
-ABORT = "ZEROSHARD_ABORT"
-"""Environment variable. If it is ``0``, losing a rank does not abort operations of a device's backend."""
-
 _TAG_NOTHING = 0x5A530005
 """Tag of receives for which no message is ever sent."""
 
+ABORT = "ZEROSHARD_ABORT"
+"""Environment variable. If it is ``0``, losing a rank does not abort operations of a device's backend."""
+
 
 class GroupConnections(ABC):
-    """zeroshard's own connections between the ranks of a process group; see :class:`zeroshard_comm.ring.Connections`.
-
-    Attributes:
-        channel: the group for messages.
-    """
+    """The interface of :class:`zeroshard_comm.ring.Connections`. ``channel`` is the group for messages."""
 
     channel: RankGroup
 
@@ -55,7 +51,7 @@ class GroupConnections(ABC):
 
 @dataclass
 class GroupContext:
-    """State that all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
+    """State that all users of one process group share. All ranks change it in the same order.
 
     Attributes:
         connections: zeroshard's own connections; None until all ranks have agreed once.
@@ -93,23 +89,6 @@ class GroupContext:
         self._tags = self._tags % (_TAG_OFFSETS - 1) + 1
         return self._tags << _TAG_SHIFT
 
-    def close(self, error: BaseException) -> None:
-        """Close zeroshard's own connections of this rank, so that no rank waits for it there while it is alive.
-
-        Every exchange of zeroshard on the process group then raises, on every rank. The user's group is unchanged. Use
-        :meth:`RankGroup.close`, which calls this.
-
-        Args:
-            error: the reason: another rank was lost, or this one was interrupted.
-        """
-        if not self.closed:
-            self.closed = str(error) or type(error).__name__
-            if self.connections is not None:
-                self.connections.close()
-            for ranks in self._private.values():
-                if ranks.sends_tagged(torch.device("cpu")):
-                    ranks.close_connections()
-
 
 _contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
 """The context of each process group. A group keeps its context as long as it lives."""
@@ -123,7 +102,7 @@ class RankGroup:
         group: torch's process group.
         rank: this process's rank in the group (group rank).
         world_size: number of ranks in the group.
-        wait: replaces the timeout of the group; None to use that.
+        wait: replaces the timeout of the group, unless it is None.
     """
 
     group: dist.ProcessGroup
@@ -184,17 +163,24 @@ class RankGroup:
         return made[backend, purpose]
 
     def close(self, error: BaseException) -> None:
-        """Close zeroshard's own connections of this rank, see :meth:`GroupContext.close`.
+        """Close zeroshard's own connections of this rank, so that no rank waits for it there while it is alive.
 
-        If a rank was lost, this also aborts this rank's operations on backends other than gloo, once. They wait for the
+        Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If a
+        rank was lost, this also aborts this rank's operations on backends other than gloo, once. They wait for the
         lost rank, and user code that reads a result would wait for them, until the backend's own timeout.
 
         Args:
-            error: the reason.
+            error: the reason: another rank was lost, or this one was interrupted.
         """
-        if self.context.closed:
+        context = self.context
+        if context.closed:
             return
-        self.context.close(error)
+        context.closed = str(error) or type(error).__name__
+        if context.connections is not None:
+            context.connections.close()
+        for ranks in context._private.values():
+            if ranks.sends_tagged(torch.device("cpu")):
+                ranks.close_connections()
         if isinstance(error, PeerLostError) and os.environ.get(ABORT) != "0":
             for backend in backends_of(self.group):
                 if not isinstance(backend, dist.ProcessGroupGloo):

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_comm._torch_private import group_of
-from zeroshard_comm.errors import PeerLostError, peer_lost, unconnected
+from zeroshard_comm.errors import PeerLostError, lost_by_another, peer_lost, unconnected
 from zeroshard_comm.process_group import GroupConnections, RankGroup
-from zeroshard_comm.rounds import combine_in_rounds, lost_by_another
+from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
 
 MOST_RANKS = 16

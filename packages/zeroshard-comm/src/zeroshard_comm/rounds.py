@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.errors import PeerLostError, lost_by_another
 from zeroshard_comm.messages import Message, receive, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
@@ -103,15 +103,3 @@ def combine_in_rounds(
     if gone:
         raise errors.get(gone - 1) or lost_by_another(rank, gone - 1 if gone <= size else None, operation)
     return mine[1:]
-
-
-def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
-    """Return the error of a rank that another rank told of a lost one; ``peer`` is None if it is unknown."""
-    who = f"rank {peer}" if peer is not None else "one"
-    error = PeerLostError(
-        f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
-        f"or did not call {operation} within the process group's timeout. Look at the output of "
-        f"{who if peer is not None else 'all ranks'} first"
-    )
-    error.peer = peer
-    return error
