@@ -234,7 +234,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         traffic: as for :class:`ParameterBroadcaster`.
     """
 
-    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
+    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic) -> None:
         super().__init__(ranks, segments, traffic)
         staging = ranks.context.shared(Staging)
         by_dtype: dict[torch.dtype, list[Segment]] = {}

@@ -56,11 +56,6 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
     return RuntimeError(f"{type_name}: {message}")
 
 
-def first_line(failure: RuntimeError) -> str:
-    """Return the first line of a backend's message, without its stack trace."""
-    return str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-
-
 def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
     """Return a PeerLostError that names the peer, for an error of the backend.
 
@@ -70,11 +65,12 @@ def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str
         rank: group rank of this process.
         operation: the operation of the ranks.
     """
-    who = f"rank {peer}" if peer is not None else "another rank"
+    who, whose = ("another rank", "the other ranks'") if peer is None else (f"rank {peer}", "its")
+    # The next lines are a stack trace.
+    said = str(failure).partition("\n")[0] or type(failure).__name__
     return PeerLostError(
-        f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call "
-        f"{operation} within the process group's timeout. Look at {who}'s own output first. "
-        f"(The backend said: {first_line(failure)})",
+        f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call {operation} "
+        f"within the process group's timeout. Look at {whose} output first. (The backend said: {said})",
         peer,
     )
 

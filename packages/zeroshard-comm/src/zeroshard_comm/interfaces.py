@@ -49,30 +49,27 @@ class Segment:
 
 
 class BucketReduceWork(ABC):
-    """One reduction of a bucket to its owners. It may use the bucket until :meth:`close` returns."""
+    """One reduction of a bucket to its owners. It may use the bucket until :meth:`close` returns.
+
+    Both methods raise :class:`PeerLostError` if a rank is gone.
+    """
 
     @abstractmethod
     def finish(self) -> None:
         """Wait until the means of the ranges that this rank owns are at :meth:`GradientReducer.owned`.
 
         The rest of the bucket is undefined then. On an accelerator this orders the current stream after the reduction.
-
-        Raises:
-            PeerLostError: if a rank is gone.
         """
 
     def close(self) -> None:  # noqa: B027 - some have sent everything when `finish` returns
-        """Wait until this rank's values have been sent. All ranks must agree once more before they write to buckets.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Wait until this rank's values have been sent. All ranks must agree once more before they write to buckets."""
 
 
 class GradientReducer(ABC):
     """Reduces one bucket in every backward: its owners get the mean over all ranks.
 
     All ranks begin their buckets in the same order, and agree after they have closed the last reduction of a backward.
+    :meth:`expect` and :meth:`begin` raise :class:`PeerLostError` if a rank is gone.
     """
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -89,29 +86,18 @@ class GradientReducer(ABC):
         """Drop references to the memory of the last bucket."""
 
     def expect(self) -> None:  # noqa: B027 - some have nothing to prepare
-        """Prepare for the next :meth:`begin`, before there are values to send. Call it once for each, in their order.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Prepare for the next :meth:`begin`, before there are values to send. Call it once for each, in order."""
 
     @abstractmethod
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
-        """Send this rank's values to their owners.
-
-        Args:
-            buffer: the bucket, 1-D.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Send this rank's values, in a 1-D bucket, to their owners."""
 
 
 class ParameterBroadcaster(ABC):
     """Sends the owners' values of a fixed list of segments to all ranks, in one broadcast after another.
 
-    All methods are collective: every rank calls them in the same order. Segments may be in use until :meth:`wait` has
-    returned.
+    All methods are collective: every rank calls them in the same order. They raise :class:`PeerLostError` if a rank is
+    gone. Segments may be in use until :meth:`wait` has returned.
 
     Args:
         ranks: the group.
@@ -120,42 +106,27 @@ class ParameterBroadcaster(ABC):
         traffic: counts bytes, as kind ``"broadcast"``.
     """
 
-    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
-        self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
+    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic) -> None:
+        self.ranks, self.traffic = ranks, traffic
         owned = sum(segment.nbytes for segment in segments if segment.owner == ranks.rank)
         self.sent = owned * len(ranks.peers)
         self.received = sum(segment.nbytes for segment in segments) - owned
 
     def begin(self) -> None:  # noqa: B027 - some begin when there are values to send
-        """Begin a broadcast. It may write segments of peers from now on, and reads this rank's own after :meth:`send`.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Begin a broadcast. It may write peers' segments from now on, and reads this rank's own after :meth:`send`."""
 
     @abstractmethod
     def send(self) -> None:
-        """Send this rank's segments. Every rank must call it, even if it owns nothing.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Send this rank's segments. Every rank must call it, even if it owns nothing."""
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait until the segments of peers hold their values; peers may still read this rank's own. No-op when done.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Wait until the segments of peers hold their values; peers may still read this rank's own. No-op when done."""
 
     def wait(self) -> None:
         """Wait as :meth:`arrive` does, and until this rank's own segments may be changed.
 
         On an accelerator both only order the current stream after the broadcast.
-
-        Raises:
-            PeerLostError: if a rank is gone.
         """
         self.arrive()
 

@@ -255,7 +255,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         self,
         ranks: RankGroup,
         segments: Sequence[Segment],
-        traffic: Traffic | None = None,
+        traffic: Traffic,
         *,
         tag: int = TAG_BROADCAST,
         pack_below: int = PACK_BELOW,

@@ -1,9 +1,8 @@
 """Sends tagged messages from one rank to another, and packs many tensors into few messages.
 
 Messages with one tag are matched in order. A message costs tens of microseconds whatever its size; the cost of a copy
-grows with its bytes. So pieces below a limit are copied into a staging buffer of their owner, sent, and copied out of
-it; larger pieces are sent and received in place. Packing depends only on the lengths, dtypes, devices and owners, so
-ranks that agree on the plan agree on the messages.
+grows with its bytes. So pieces below a limit are copied into a staging buffer, sent, and copied out of it; larger
+pieces are sent and received in place. Ranks that agree on the plan agree on the messages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_copy_
-from zeroshard_comm.errors import PeerLostError, first_line, peer_lost
+from zeroshard_comm.errors import peer_lost
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -115,16 +114,11 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
 
 def wait_for_collective(work: dist.Work | None, ranks: RankGroup, operation: str) -> None:
     """Wait for a collective. Raise PeerLostError in place of an error of the backend."""
-    if work is None:
-        return
     try:
-        work.wait()
+        if work is not None:
+            work.wait()
     except RuntimeError as failure:
-        raise PeerLostError(
-            f"rank {ranks.rank} could not finish {operation}: another rank has ended, was cut off, or did not call "
-            f"{operation} within the process group's timeout. Look at the other ranks' output first. (The backend "
-            f"said: {first_line(failure)})"
-        ) from failure
+        raise peer_lost(failure, None, ranks.rank, operation) from failure
 
 
 PACK_BELOW = 256 * 1024
@@ -142,7 +136,7 @@ STAGING_LIMIT = 8 * 1024 * 1024
 
 @dataclass(frozen=True, eq=False)
 class PackedMessage:
-    """One message from an owner to all ranks: the memory of a piece, or a staging buffer with a slot for each piece."""
+    """A message from an owner to all ranks: the memory of a piece, or a staging buffer with a slot for each piece."""
 
     owner: int
     data: torch.Tensor
@@ -161,21 +155,21 @@ class PackedMessage:
 
 
 def pack_pieces(pieces: Sequence[tuple[int, torch.Tensor]], pack_below: int = PACK_BELOW) -> tuple[PackedMessage, ...]:
-    """Lay out owners' 1-D contiguous tensors as messages, for any number of broadcasts.
+    """Lay out owners' 1-D contiguous tensors as messages.
 
     Pieces of fewer bytes than ``pack_below``, which must be equal on all ranks, are packed. Packed messages come first,
     so that they are unpacked while the rest arrives. Empty pieces are skipped.
     """
-    small: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    small: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     direct: list[PackedMessage] = []
     for owner, piece in pieces:
         if 0 < piece.nbytes < pack_below:
-            small.setdefault((owner, piece.dtype, piece.device), []).append(piece)
+            small.setdefault((owner, piece.dtype), []).append(piece)
         elif piece.nbytes:
             direct.append(PackedMessage(owner, piece.view(torch.uint8)))
     packed = [
         _staged(owner, batch)
-        for (owner, _, _), group in small.items()
+        for (owner, _), group in small.items()
         for batch in _batches(group, [piece.nbytes for piece in group], STAGING_LIMIT)
     ]
     return (*packed, *direct)

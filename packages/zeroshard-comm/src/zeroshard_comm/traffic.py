@@ -57,11 +57,7 @@ class Traffic:
             counts[3] += waited
 
     def of(self, kind: str) -> Volume:
-        """Return the totals of one kind.
-
-        Raises:
-            KeyError: if there is no such kind.
-        """
+        """Return the totals of one kind. Raises KeyError if there is no such kind."""
         with _adding:
             return Volume(*self._counts[kind])
 

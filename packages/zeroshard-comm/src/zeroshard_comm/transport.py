@@ -1,8 +1,4 @@
-"""Chooses how data is sent, by the capabilities of the backend for tensors of a device.
-
-A transport makes the reducers and broadcasters of one optimizer's buckets. Parameters that are in no bucket are sent by
-a broadcaster from :func:`choose_broadcaster`.
-"""
+"""Chooses how data is sent, by the capabilities of the backend for tensors of a device."""
 
 from __future__ import annotations
 
@@ -35,6 +31,8 @@ WORTH_OVERLAPPING = 16 * 1024 * 1024
 @dataclass(frozen=True)
 class Transport:
     """Makes the reducers and broadcasters of one optimizer's buckets.
+
+    Parameters that are in no bucket are sent by a broadcaster from :func:`choose_broadcaster`.
 
     Attributes:
         reducer: makes the reducer of a bucket, from its ranges of elements with their owners, in bucket order, and the
@@ -106,7 +104,7 @@ def choose_broadcaster(
     """
     ranks = coordinator.ranks
     if not ranks.sends_tagged(device):
-        check_backend(ranks, device)
+        _check_backend(ranks, device)
         return CollectiveBroadcaster(ranks, segments, coordinator.traffic)
     if _is_worth_reading(coordinator, device, sum(segment.nbytes for segment in segments)):
         return SameHostBroadcaster(coordinator, segments)
@@ -115,6 +113,7 @@ def choose_broadcaster(
 
 
 def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: int) -> bool:
+    """Return True if ranks should read each other's memory. Collective, because they try it the first time."""
     if device.type != "cpu":
         return False
     probe_peer_memory(coordinator)
@@ -129,22 +128,17 @@ def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
     wait for the first, would cost memory, and would not have the options of the first. With any other backend, a group
     is made once per process group. A single rank, or a backend that moves no data, needs none.
 
-    Args:
-        ranks: the process group.
-        device: the device of the buffers.
-
     Raises:
         RuntimeError: if the group has no backend for this device type.
         ValueError: if a private group cannot be made.
     """
-    check_backend(ranks, device)
+    _check_backend(ranks, device)
     if ranks.moves_data() and ranks.world_size > 1 and not ranks.coalesces(device):
         return ranks.private_group(ranks.backend(device.type), "buckets")
     return ranks
 
 
-def check_backend(ranks: RankGroup, device: torch.device) -> None:
-    """Raise RuntimeError if a group cannot move tensors on a device."""
+def _check_backend(ranks: RankGroup, device: torch.device) -> None:
     if ranks.moves_data() and not ranks.backend(device.type):
         raise RuntimeError(
             f"rank {ranks.rank}: the process group has no backend for tensors on {device.type!r}; initialise it with "

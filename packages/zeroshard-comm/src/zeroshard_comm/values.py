@@ -1,13 +1,8 @@
-"""Sends JSON and tensors between ranks: a text, then the bytes of each tensor, in bounded chunks.
+"""Sends JSON and tensors between ranks: a text, then the bytes of each tensor, in bounded chunks. Uses no pickle.
 
-The format uses no pickle. All messages use the control channel, on gloo and CPU memory. The sender describes its
-tensors in JSON (the caller's description, and the size of each tensor in bytes) and sends that text. The receiver makes
-a buffer for each tensor. Then the sender sends the bytes of the tensors in order, cut into chunks, which the receiver
-receives directly into the buffers. Dense tensors in CPU memory are sent without a copy; tensors of an accelerator are
-copied through two pinned buffers of a chunk each.
-
-In :func:`gather` every rank sends. All ranks agree between the texts and the bytes, so if the target lacks memory,
-every rank raises instead of waiting for it.
+All messages use the control channel, on gloo and CPU memory. The sender sends a text: a description of its tensors, and
+their sizes in bytes. The receiver makes a buffer for each tensor, and receives the bytes directly into it. Dense
+tensors in CPU memory are sent without a copy; tensors of an accelerator are copied through two pinned buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ CHUNK_BYTES = 16 * 1024 * 1024
 _IN_FLIGHT = 4
 
 _NOTHING = "null"
-"""Sent in place of a manifest by a rank that failed. It reports its error in the agreement."""
+"""The text of a rank that failed, which reports its error in the agreement."""
 
 _T = TypeVar("_T")
 
@@ -66,7 +61,7 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
     """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
     Args:
-        coordinator: agrees on the process group, which has several ranks and a backend that moves data.
+        coordinator: that of the process group, which has several ranks and a backend that moves data.
         peer: group rank of the receiver.
         manifest: the description and the tensors to send.
         operation: the operation of the ranks, for errors.
@@ -104,6 +99,8 @@ def gather(
 ) -> None:
     """Send the JSON and the tensors of all ranks to ``target``. Collective.
 
+    All ranks agree between the texts and the bytes, so if the target lacks memory, every rank raises.
+
     Args:
         coordinator: agrees on the process group; the data is sent over its gloo group.
         manifest: the description and the tensors of this rank.
@@ -137,10 +134,8 @@ def gather(
         if ranks.rank != target:
             _send_tensors(coordinator, target, manifest.tensors, operation)
             return
-        on_host = _OnHost()
         for buffer, tensor in zip(buffers[target], manifest.tensors, strict=True):
-            for room, chunk in zip(_chunks(buffer.view(torch.uint8)), _chunks(_bytes_of(tensor)), strict=True):
-                room.copy_(on_host(chunk))
+            buffer.view(torch.uint8).copy_(_bytes_of(tensor))
         _from_each(coordinator, lambda peer: _receive_tensors(coordinator, peer, buffers[peer], operation))
 
 
