@@ -1,7 +1,7 @@
 """Lists the private names of torch that this package uses, with reasons, and checks that this torch has them.
 
 Each package lists its private names of torch in a module of this name, or uses the module of a package below. If a new
-torch renames one, importing the package raises an error that says which, and one place must be changed.
+torch renames one, importing the package raises an error that says which.
 """
 
 from __future__ import annotations
@@ -33,16 +33,10 @@ USED: Mapping[str, str] = {
 
 
 def check_names(package: str, used: Mapping[str, str], tested_with: str) -> None:
-    """Check that this torch has the private names that a package uses.
+    """Raise an ImportError that lists which private names of a package this torch does not have.
 
-    Args:
-        package: the name of the package, for the message.
-        used: the reasons for each use, by dotted name. The last part is an attribute of a module or class, or one of
-            its instances, if a method of the class uses it.
-        tested_with: the newest version of torch with which the names were tested.
-
-    Raises:
-        ImportError: if names are missing; the message lists them.
+    ``used`` has the reasons for each use, by dotted name. The last part is an attribute of a module or class, or of one
+    of its instances, if a method of the class uses it.
     """
     missing = [name for name in used if not _is_there(name)]
     if missing:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from zeroshard_core import Plan
 
 from zeroshard_comm.errors import (
-    OWN,
     Explain,
     PeerLostError,
     RankReport,
@@ -224,10 +223,8 @@ class Coordinator:
         """
         if self.is_single_rank or not bits:
             return list(bits)
-        padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device="cpu")
-        padded[: len(bits)] = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-        combined = self._combine_ints(padded.view(torch.int64), operation).view(torch.uint8)
-        return [bool(byte) for byte in combined[: len(bits)].tolist()]
+        combined = self._combine_ints(torch.tensor(bits, dtype=torch.int64, device="cpu"), operation)
+        return [bool(bit) for bit in combined.tolist()]
 
     @contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -282,8 +279,8 @@ class Coordinator:
         self, operation: str, digest: int | None, detail: str, error: Exception | None, explain: Explain | None
     ) -> Exception:
         """Send this rank's report to rank 0, which decides what every rank raises."""
-        kind, message = (builtin_name(error), str(error)) if error is not None else ("", "")
-        mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, message)
+        own = (builtin_name(error), str(error)) if error is not None else ("", "")
+        mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, *own)
         channel = self.channel
         if mine.rank:
             send_text(channel, 0, json.dumps(astuple(mine)), operation, self.traffic, "control")
@@ -300,10 +297,7 @@ class Coordinator:
                 # The other ranks must still get their message.
                 with suppress(PeerLostError):
                     send_text(channel, peer, json.dumps([kind, message]), operation, self.traffic, "control")
-        if kind == OWN:
-            assert error is not None
-            return error
-        return rebuild_exception(kind, message)
+        return error if error is not None and own == (kind, message) else rebuild_exception(kind, message)
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:

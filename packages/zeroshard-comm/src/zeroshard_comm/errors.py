@@ -96,9 +96,6 @@ def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostEr
 Explain = Callable[[str, str, int, int], "str | None"]
 """A function of two ranks' details, and these ranks, that names the first difference; it returns None if none."""
 
-OWN = "own"
-"""Replaces the name of an error if every rank has the same error, and raises its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
@@ -119,14 +116,17 @@ class RankReport:
 
 
 def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tuple[str, str]:
-    """Return the error that every rank raises, from all reports: its type, or :data:`OWN`, and its message."""
+    """Return the type and the message of the error that every rank raises, from all reports.
+
+    An error that every rank has is returned as it is, and each rank raises its own.
+    """
     failed = [report for report in reports if report.error_type]
     if failed:
         kind, message = failed[0].error_type, failed[0].error
         alike = [report.rank for report in failed if (report.error_type, report.error) == (kind, message)]
-        if len(alike) == len(reports):
-            return OWN, ""
-        return kind, f"{_ranks(alike)}: {message}"
+        if len(alike) < len(reports):
+            message = f"{_ranks(alike)}: {message}"
+        return kind, message
     calls = dict.fromkeys(report.call for report in reports)
     if len(calls) > 1:
         called = "; ".join(f"{_ranks([r.rank for r in reports if r.call == call])} called {call}" for call in calls)

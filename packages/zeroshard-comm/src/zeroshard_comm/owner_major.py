@@ -20,9 +20,7 @@ _UNIT = 64
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a chunk: the same columns of the rows of consecutive ranks.
-
-    In the bucket its rows lie at equal distances, as the parts of a tensor that is cut into equal parts do.
+    """The same columns of the rows of consecutive ranks, which lie at equal distances in the bucket.
 
     Attributes:
         run: index of the run in the first row; the next rows have the next runs.
@@ -54,13 +52,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class OwnerMajor:
-    """Says which runs lie in the matrix, and where.
+    """Says which runs lie in the matrix, of ``world_size`` rows, and where.
 
-    Attributes:
-        world_size: number of rows.
-        runs: all runs, also those outside of the matrix.
-        columns: the first column of each run in its owner's row; None for a run that is not in the matrix.
-        width: number of columns; 0 if no run is in the matrix.
+    ``columns`` has for each run its first column in its owner's row; None for a run that is not in the matrix.
     """
 
     world_size: int
@@ -92,11 +86,9 @@ class OwnerMajor:
         return [index for index, column in enumerate(self.columns) if column is None]
 
     def chunks(self, most_elements: int, follows: Callable[[int], bool]) -> list[Chunk]:
-        """Cut the columns into chunks.
+        """Cut the columns into chunks of at most so many elements in all rows, or of one unit of columns.
 
-        Args:
-            most_elements: the most elements of a chunk, in all rows; a chunk has at least one unit of columns.
-            follows: returns True if the run of an index begins in memory where the one before it ends.
+        ``follows`` returns True if the run of an index begins in memory where the one before it ends.
         """
         step = max(_UNIT, most_elements // self.world_size // _UNIT * _UNIT)
         cut: dict[int, list[Block]] = {first: [] for first in range(0, self.width, step)}
@@ -135,9 +127,12 @@ def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
         cut: the size of the parts of cut tensors, by rank.
         owned: the size of these and of whole tensors, by rank.
     """
-    return -(-max(owned if _includes_whole(cut, owned) else cut) // _UNIT) * _UNIT
+    return _rounded_up(max(owned if _includes_whole(cut, owned) else cut))
 
 
 def _includes_whole(cut: Sequence[int], owned: Sequence[int]) -> bool:
-    padded = -(-max(owned) // _UNIT) * _UNIT * len(owned)
-    return any(cut) and padded <= PADDED_AT_MOST * sum(owned)
+    return any(cut) and _rounded_up(max(owned)) * len(owned) <= PADDED_AT_MOST * sum(owned)
+
+
+def _rounded_up(columns: int) -> int:
+    return -(-columns // _UNIT) * _UNIT

@@ -189,15 +189,7 @@ class RankGroup:
 
     def close_connections(self) -> None:
         """Close this rank's connections of a gloo group, as the end of the process would."""
-        for peer in self.peers:
-            # torch has no call that closes them: abort() and shutdown() do nothing, and a dropped group stays open
-            # while a message on it is in flight. But gloo closes all connections of a group when a wait times out.
-            # If they are closed already, this raises at once.
-            with suppress(RuntimeError):
-                room = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(room, group=self.group, group_src=peer, tag=_TAG_NOTHING)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
+        close_connections(self.group)
 
     @cached_property
     def timeout(self) -> timedelta | None:
@@ -234,3 +226,15 @@ class RankGroup:
     def sends_tagged(self, device: torch.device) -> bool:
         """Return True if tensors on ``device`` can be sent with tags: CPU tensors on gloo can."""
         return device.type == "cpu" and self.backend("cpu") == "gloo"
+
+
+def close_connections(gloo: Any) -> None:  # noqa: ANN401 - torch's stubs lack methods of gloo's class
+    """Close this rank's connections of a gloo group, as the end of the process would."""
+    for peer in range(gloo.size()):
+        if peer != gloo.rank():
+            # torch has no call that closes them: abort() and shutdown() do nothing, and a dropped group stays open
+            # while a message on it is in flight. But gloo closes all connections of a group when a wait times out.
+            # If they are closed already, this raises at once.
+            with suppress(RuntimeError):
+                room = torch.empty(1, dtype=torch.uint8, device="cpu")
+                gloo.recv([room], peer, _TAG_NOTHING).wait(timedelta(milliseconds=1))

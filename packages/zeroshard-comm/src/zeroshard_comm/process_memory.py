@@ -31,13 +31,9 @@ def _libc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
     if library is None or not hasattr(library, "process_vm_readv"):
         return None
-    vector = ctypes.POINTER(_IOVec)
+    number, vector = ctypes.c_ulong, ctypes.POINTER(_IOVec)
     library.process_vm_readv.restype = ctypes.c_ssize_t
-    library.process_vm_readv.argtypes = [
-        ctypes.c_int,
-        *(vector, ctypes.c_ulong, vector, ctypes.c_ulong),
-        ctypes.c_ulong,
-    ]
+    library.process_vm_readv.argtypes = [ctypes.c_int, vector, number, vector, number, number]
     return library
 
 
@@ -62,11 +58,7 @@ class ProcessMemory:
         self._calls = [(_vectors(batch, 0), _vectors(batch, 1), sum(part[2] for part in batch)) for batch in batches]
 
     def read(self) -> None:
-        """Copy all parts. Other threads may run meanwhile.
-
-        Raises:
-            OSError: if the process is gone, has no such memory, or may not be read.
-        """
+        """Copy all parts. Raise OSError if the process is gone, has no such memory, or may not be read."""
         library = _libc()
         if library is None:
             raise OSError("this system has no process_vm_readv")
@@ -82,10 +74,9 @@ def _vectors(parts: Sequence[tuple[int, int, int]], side: int) -> ctypes.Array[_
 
 
 def machine() -> int:
-    """Return a number that is equal for processes that may be able to read each other; 0 if this process cannot.
+    """Return a checksum of the machine and of the namespaces of process ids and network; 0 if this process cannot read.
 
-    The number is a checksum of the boot id of the machine and of the process and network namespaces, so processes in
-    different network namespaces count as separate machines.
+    It is equal for processes that may be able to read each other's memory.
     """
     if _libc() is None or os.environ.get(SWITCH, "") == "0":
         return 0

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from zeroshard_comm._torch_private import group_of
 from zeroshard_comm.errors import PeerLostError, lost_by_another, peer_lost, unconnected
-from zeroshard_comm.process_group import GroupConnections, RankGroup
+from zeroshard_comm.process_group import GroupConnections, RankGroup, close_connections
 from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
 
@@ -48,7 +48,6 @@ _TO_NAME = timedelta(seconds=2)
 
 _LOST, _TIMED_OUT = "a rank was lost", "timed out"
 _TAG_LOST = 0x5A530006
-_TAG_CLOSING = 0x5A530007
 
 
 class Connections(GroupConnections):
@@ -229,13 +228,7 @@ class Ring:
         If gloo does not notice, it ends at its timeout. Dropping the group would wait for that, so a thread holds it.
         """
         threading.Thread(target=_hold, args=(self._group, work), daemon=True).start()
-        for peer in range(self._group.size()):
-            # See RankGroup.close_connections().
-            if peer != self._group.rank():
-                with suppress(RuntimeError):
-                    room = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    work = self._group.recv([room], peer, _TAG_CLOSING)  # type: ignore[attr-defined]
-                    work.wait(timedelta(milliseconds=1))
+        close_connections(self._group)
 
 
 def _hold(_: dist.ProcessGroupGloo, work: dist.Work) -> None:

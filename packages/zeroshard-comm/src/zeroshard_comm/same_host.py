@@ -1,12 +1,10 @@
 """Reducers and broadcasters for processes of one host, which read each other's memory (``process_vm_readv``).
 
-Over loopback, one process copies a byte into the kernel and the other copies it out, in threads that must be woken. A
-read across processes is one copy, by the rank that needs the byte. Ranks exchange the addresses of their memory: of
-parameters once per layout, of gradients once per buffer. Then each exchange is one agreement, that all ranks have their
-values, and one system call per peer. All ranks agree once more at the end of a backward or a step, before any of them
-writes to or frees its memory. Only the thread that calls a collective method, or in which a framework calls a
-communication hook, uses this module. If an agreement fails, a rank may continue and change its memory, so others may
-read wrong values; but their closing agreement fails too, so no rank uses these values.
+Ranks exchange the addresses of their memory: of parameters once per layout, of gradients once per buffer. Then each
+exchange is one agreement, that all ranks have their values, and one system call per peer. All ranks agree once more at
+the end of a backward or a step, before any of them writes to or frees its memory. If an agreement fails, a rank may
+continue and change its memory, so others may read wrong values; but their closing agreement fails too, so no rank uses
+these values. Only the thread that calls a collective method or a communication hook uses this module.
 """
 
 from __future__ import annotations
@@ -40,11 +38,9 @@ _READY, _IN_BACKWARD = "step(), where all ranks have their new values", "backwar
 
 @dataclass
 class PeerMemory:
-    """The peers whose memory this rank reads on one process group; see :meth:`zeroshard_comm.GroupContext.shared`.
+    """Whether the ranks of a process group have tried to read each other, and by rank the process ids of the peers.
 
-    Attributes:
-        is_known: whether the ranks have tried to read each other.
-        processes: process ids of all peers, by rank; empty unless every rank can read every other.
+    ``processes`` is empty unless every rank can read every other.
     """
 
     is_known: bool = False
@@ -127,15 +123,12 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self.traffic.add("broadcast", sent=self.sent, received=self.received, calls=calls, waited=waited)
 
     def _parts_of(self, peer: int, places: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return local address, remote address and bytes of a peer's segments, with adjacent segments joined."""
-        parts: list[tuple[int, int, int]] = []
-        for segment, there in zip(self._segments, places, strict=True):
-            if segment.owner == peer:
-                here, nbytes = segment.view.data_ptr(), segment.nbytes
-                if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
-                    here, there, nbytes = parts[-1][0], parts[-1][1], parts.pop()[2] + nbytes
-                parts.append((here, there, nbytes))
-        return parts
+        """Return local address, remote address and bytes of a peer's segments."""
+        return [
+            (segment.view.data_ptr(), place, segment.nbytes)
+            for segment, place in zip(self._segments, places, strict=True)
+            if segment.owner == peer
+        ]
 
 
 def scratch_memory() -> torch.Tensor:
@@ -146,8 +139,8 @@ def scratch_memory() -> torch.Tensor:
 class SameHostReducer(GradientReducer):
     """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
 
-    :meth:`BucketReduceWork.finish` does all the work, and begins with an agreement. Reducers that are used one after
-    another share :func:`scratch_memory`.
+    :meth:`BucketReduceWork.finish` does all the work. Reducers that are used one after another share
+    :func:`scratch_memory`.
     """
 
     def __init__(
@@ -160,7 +153,8 @@ class SameHostReducer(GradientReducer):
         self._received = owned * len(self.ranks.peers)
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
         self._scratch = scratch
-        self._addresses: list[int] = []
+        # The address of the bucket whose addresses all ranks have.
+        self._known = 0
         self._reads: dict[int, list[ProcessMemory]] = {}
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
@@ -168,19 +162,14 @@ class SameHostReducer(GradientReducer):
         return _Gathering(self, buffer)
 
     def exchange_addresses(self, buffer: torch.Tensor) -> None:
-        """Agree that all ranks have their gradients, and exchange the addresses of the bucket. Collective.
-
-        Raises:
-            DisagreementError: if ranks are in different calls.
-            PeerLostError: if a rank is gone.
-        """
+        """Agree that all ranks have their gradients, and exchange addresses if a rank lacks them. Collective."""
         own = buffer.data_ptr()
-        is_known = bool(self._addresses) and self._addresses[self.ranks.rank] == own
-        if self.coordinator.agree(_IN_BACKWARD, flag=not is_known):
-            self._addresses = [address for [address] in self.coordinator.gather_ints([own], _IN_BACKWARD)]
+        if self.coordinator.agree(_IN_BACKWARD, flag=own != self._known):
+            addresses = self.coordinator.gather_ints([own], _IN_BACKWARD)
+            self._known = own
             processes = self.ranks.context.shared(PeerMemory).processes
             self._reads = {
-                peer: [self._memory(process, peer, self._addresses[peer], message) for message in self._messages]
+                peer: [self._memory(process, peer, addresses[peer][0], message) for message in self._messages]
                 for peer, process in processes.items()
             }
 

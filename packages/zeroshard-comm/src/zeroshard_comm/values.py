@@ -2,7 +2,7 @@
 
 All messages use the control channel, on gloo and CPU memory. The sender sends a text: a description of its tensors, and
 their sizes in bytes. The receiver makes a buffer for each tensor, and receives the bytes directly into it. Dense
-tensors in CPU memory are sent without a copy; tensors of an accelerator are copied through two pinned buffers.
+tensors in CPU memory are sent without a copy; others are copied to it in chunks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CHUNK_BYTES = 16 * 1024 * 1024
 """Size of the largest message, and of the largest copy of a sender, in bytes."""
 
 _IN_FLIGHT = 4
+"""Messages that a rank has issued and not waited for, at most."""
 
 _NOTHING = "null"
 """The text of a rank that failed, which reports its error in the agreement."""
@@ -61,7 +62,7 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
     """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
     Args:
-        coordinator: that of the process group, which has several ranks and a backend that moves data.
+        coordinator: agrees on the process group, which has several ranks and a backend that moves data.
         peer: group rank of the receiver.
         manifest: the description and the tensors to send.
         operation: the operation of the ranks, for errors.
@@ -177,48 +178,30 @@ def _placed(place: Place, source: int, text: str) -> Sequence[torch.Tensor]:
 
 
 def _send_tensors(coordinator: Coordinator, peer: int, tensors: Sequence[torch.Tensor], operation: str) -> None:
-    on_host = _OnHost()
-    # While one chunk from an accelerator is sent, the next one is copied to the other buffer.
-    most = _IN_FLIGHT if all(tensor.device.type == "cpu" for tensor in tensors) else 2
     chunks = (chunk for tensor in tensors for chunk in _chunks(_bytes_of(tensor)))
-    sends = (send(coordinator.channel, peer, on_host(chunk), TAG_VALUES, operation) for chunk in chunks)
-    waited = _wait_for_each(sends, most, operation)
+    # A chunk from an accelerator is copied while those before it are sent.
+    sends = (send(coordinator.channel, peer, chunk.cpu(), TAG_VALUES, operation) for chunk in chunks)
+    waited = _wait_for_each(sends, operation)
     coordinator.traffic.add("state", sent=sum(tensor.nbytes for tensor in tensors), calls=1, waited=waited)
 
 
 def _receive_tensors(coordinator: Coordinator, source: int, buffers: Sequence[torch.Tensor], operation: str) -> None:
     chunks = (chunk for buffer in buffers for chunk in _chunks(buffer.view(torch.uint8)))
     receives = (receive(coordinator.channel, source, chunk, TAG_VALUES, operation) for chunk in chunks)
-    waited = _wait_for_each(receives, _IN_FLIGHT, operation)
+    waited = _wait_for_each(receives, operation)
     coordinator.traffic.add("state", received=sum(buffer.nbytes for buffer in buffers), calls=2, waited=waited)
 
 
-def _wait_for_each(messages: Iterator[Message], most: int, operation: str) -> float:
-    """Issue messages, at most ``most`` at a time, and wait for them; return the seconds that this took."""
+def _wait_for_each(messages: Iterator[Message], operation: str) -> float:
+    """Issue messages, a few at a time, and wait for them; return the seconds that this took."""
     started, under_way = time.perf_counter(), deque[Message]()
     for message in messages:
         under_way.append(message)
-        if len(under_way) == most:
+        if len(under_way) == _IN_FLIGHT:
             under_way.popleft().wait(operation)
     for message in under_way:
         message.wait(operation)
     return time.perf_counter() - started
-
-
-class _OnHost:
-    """Copies chunks of an accelerator to CPU memory, to two pinned buffers in turn, which it allocates when needed."""
-
-    def __init__(self) -> None:
-        self._pinned: list[torch.Tensor] = []
-
-    def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
-        if chunk.device.type == "cpu":
-            return chunk
-        if len(self._pinned) < 2:
-            self._pinned.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
-        else:
-            self._pinned.reverse()
-        return self._pinned[-1][: chunk.numel()].copy_(chunk)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
