@@ -63,7 +63,7 @@ nitpick_ignore_regex = [
     ("py:class", r"zeroshard\w*\.(\w+\.)+\w+"),
     ("py:class", r"(Averaging|Connections|Engine|GradTable|dict\[str|tuple\[bool)"),
     # Docstrings name what is not exported.
-    ("py:.*", r"(Failed|broadcasts_buckets|write_value|zeroshard_comm\.messages\.pack_pieces)"),
+    ("py:.*", r"(Failed|broadcasts_buckets|write_value)"),
     # A colon in a Returns section, in front of which napoleon looks for a type.
     ("py:class", r"(The cost|in bytes\. .*|such as plain SGD|What was returned|by rank)"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,10 @@ from zeroshard_comm import (
     agree,
     choose_broadcaster,
     gather,
+    message_exchange,
     values,
 )
+from zeroshard_comm.messages import pack_pieces
 from zeroshard_comm.same_host import PeerMemory, SameHostBroadcaster, all_read, probe_peer_memory
 from zeroshard_core import TensorSpec, partition
 
@@ -39,11 +42,14 @@ def same_host(coordinator: Coordinator, segments: list[Segment]) -> ParameterBro
     return SameHostBroadcaster(coordinator, segments)
 
 
+def in_place(coordinator: Coordinator, segments: list[Segment]) -> ParameterBroadcaster:
+    with mock.patch.object(message_exchange, "pack_pieces", partial(pack_pieces, pack_below=0)):
+        return MessageBroadcaster(coordinator.ranks, segments, coordinator.traffic)
+
+
 BROADCASTERS: dict[str, Make] = {
     "messages": lambda coordinator, segments: MessageBroadcaster(coordinator.ranks, segments, coordinator.traffic),
-    "messages in place": lambda coordinator, segments: MessageBroadcaster(
-        coordinator.ranks, segments, coordinator.traffic, pack_below=0
-    ),
+    "messages in place": in_place,
     "collectives": lambda coordinator, segments: CollectiveBroadcaster(
         coordinator.ranks, segments, coordinator.traffic
     ),

@@ -4,7 +4,7 @@ A rank whose input is invalid must not raise by itself, because its peers would 
 begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of the operation, the complement of
 these bits, one bit for "failed", and one for a yes-or-no question of the caller. After a bitwise OR, no bit is set in
 both the digest and the complement exactly if all digests are equal. Only if ranks differ, they send texts to rank 0,
-which decides what all ranks raise. :mod:`zeroshard_comm.ring` and :mod:`zeroshard_comm.rounds` combine words.
+which decides what all ranks raise.
 
 Ranks that wait for a lost rank notice it, and tell the others in the same agreement. If a rank is lost between two
 rounds, some ranks may have received its word, and raise only in the next agreement.
@@ -23,14 +23,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import Plan
 
-from zeroshard_comm.errors import (
-    Explain,
-    PeerLostError,
-    RankReport,
-    builtin_name,
-    rebuild_exception,
-    resolve_errors,
-)
+from zeroshard_comm.errors import Explain, PeerLostError, RankReport, builtin_name, rebuild_exception, resolve_errors
 from zeroshard_comm.messages import receive_text, send_text, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.ring import Connections
@@ -54,13 +47,7 @@ def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
 
 
 def is_unanimous(combined: int) -> bool:
-    """Return True if all digests are equal, given the OR of all words.
-
-    >>> is_unanimous(word_of(5, failed=False) | word_of(5, failed=True))
-    True
-    >>> is_unanimous(word_of(5, failed=False) | word_of(4, failed=False))
-    False
-    """
+    """Return True if all digests are equal, given the OR of all words."""
     return combined & _DIGEST & combined >> _DIGEST_BITS == 0
 
 
@@ -91,7 +78,8 @@ class Coordinator:
     that is gone. The first agreement uses the group itself if that has gloo for CPU tensors, else a gloo group that is
     made for it. With torch's ``fake`` backend nothing is sent, and an agreement raises only the error of this rank.
 
-    One thread at a time may call methods of all objects of this class on one process group.
+    One thread at a time may call methods of all objects of this class on one process group. Their argument
+    ``operation`` names the operation of the ranks, for errors. They raise :class:`PeerLostError` if a rank is gone.
 
     Args:
         ranks: the group whose ranks agree.
@@ -171,12 +159,7 @@ class Coordinator:
     def gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
         """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
 
-        Args:
-            numbers: at least one integer, as many on every rank.
-            operation: the operation of the ranks, for errors.
-
-        Raises:
-            PeerLostError: if a rank is gone.
+        Every rank passes as many integers, at least one.
         """
         if self.is_single_rank:
             return [list(numbers)]
@@ -188,16 +171,9 @@ class Coordinator:
     def combine_disjoint(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
         """Return on all ranks numbers that one rank each knows, exactly. Collective. Agree on the same operation first.
 
-        CPU tensors are sent as agreements are. Tensors on an accelerator are combined by one all-reduce of the process
-        group, for which the host does not wait.
-
-        Args:
-            numbers: 1-D float64 tensor of the same length on every rank, with 0 where another rank knows the number. It
-                may be overwritten.
-            operation: the operation of the ranks, for errors.
-
-        Raises:
-            PeerLostError: if a rank is gone.
+        ``numbers`` is a 1-D float64 tensor of the same length on every rank, with 0 where another rank knows the
+        number. It may be overwritten. CPU tensors are sent as agreements are. Tensors on an accelerator are combined by
+        one all-reduce of the process group, for which the host does not wait.
         """
         if self.is_single_rank:
             return numbers
@@ -214,12 +190,7 @@ class Coordinator:
     def any_of(self, bits: Sequence[bool], operation: str) -> list[bool]:
         """Return for each position whether any rank set the bit. Collective. Agree on the same operation first.
 
-        Args:
-            bits: the bits of this rank, as many on every rank.
-            operation: the operation of the ranks, for errors.
-
-        Raises:
-            PeerLostError: if a rank is gone.
+        Every rank passes as many bits.
         """
         if self.is_single_rank or not bits:
             return list(bits)
@@ -280,7 +251,8 @@ class Coordinator:
     ) -> Exception:
         """Send this rank's report to rank 0, which decides what every rank raises."""
         own = (builtin_name(error), str(error)) if error is not None else ("", "")
-        mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, *own)
+        call = operation if self.position is None else f"{operation} {self.position}"
+        mine = RankReport(self.ranks.rank, operation, call, digest, detail, *own)
         channel = self.channel
         if mine.rank:
             send_text(channel, 0, json.dumps(astuple(mine)), operation, self.traffic, "control")
@@ -359,13 +331,13 @@ class Proposal:
 
 
 @contextmanager
-def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = None) -> Iterator[Proposal]:
+def agreed(coordinator: Coordinator, operation: str, explain: Explain = explain_configs) -> Iterator[Proposal]:
     """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
 
     Args:
         coordinator: agrees on the process group.
         operation: the operation that this rank is about to begin.
-        explain: names the first difference of two details, see :meth:`Coordinator.agree`; None for configurations.
+        explain: names the first difference of two details, see :meth:`Coordinator.agree`.
 
     Yields:
         The proposal of this rank, which the block may set.
@@ -383,10 +355,5 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = N
     except Exception as error:  # noqa: BLE001 - raised on every rank by the agreement
         failure = error
     coordinator.agree(
-        operation,
-        proposal.digest,
-        error=failure,
-        detail=proposal.detail,
-        explain=explain or explain_configs,
-        flag=proposal.flag,
+        operation, proposal.digest, error=failure, detail=proposal.detail, explain=explain, flag=proposal.flag
     )

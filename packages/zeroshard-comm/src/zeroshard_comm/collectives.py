@@ -19,12 +19,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import Run
 
-from zeroshard_comm._torch_private import (
-    all_gather,
-    coalescing_manager,
-    foreach_copy_,
-    reduce_scatter,
-)
+from zeroshard_comm._torch_private import all_gather, coalescing_manager, foreach_copy_, reduce_scatter
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.messages import wait_for_collective
 from zeroshard_comm.owner_major import Block, Chunk, OwnerMajor
@@ -33,7 +28,6 @@ from zeroshard_comm.traffic import Traffic
 
 STAGING_BYTES = 64 * 1024 * 1024
 """The largest size of each of the two buffers, in bytes; one unit of columns always fits."""
-
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """The destinations and the sources."""
@@ -61,7 +55,7 @@ class _Slot:
 
 
 class _Passage:
-    """One collective that uses a slot. ``complete`` waits for it, and copies the result out of the slot."""
+    """One use of a slot. ``complete`` waits for a collective, and copies the result out of the slot."""
 
     def __init__(self, slot: _Slot, complete: Callable[[], None]) -> None:
         self._device = slot.device
@@ -112,15 +106,20 @@ def _together(
     ranks: RankGroup, device: torch.device, operation: str, calls: Sequence[Callable[[], dist.Work | None]]
 ) -> list[Callable[[], None]]:
     """Issue collectives, as one group if the backend has groups; return functions that wait for them."""
-    works: list[dist.Work | None] = []
     if calls and ranks.coalesces(device):
         with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
             for call in calls:
                 call()
-        works = [group]
-    else:
-        works = [call() for call in calls]
-    return [partial(wait_for_collective, work, ranks, operation) for work in works]
+        return [partial(wait_for_collective, group, ranks, operation)]
+    return [partial(wait_for_collective, call(), ranks, operation) for call in calls]
+
+
+def _finish_all(unfinished: list[Callable[[], None]], traffic: Traffic, kind: str) -> None:
+    started = time.perf_counter()
+    for finish in unfinished:
+        finish()
+    unfinished.clear()
+    traffic.add(kind, waited=time.perf_counter() - started)
 
 
 class CollectiveReducer(GradientReducer):
@@ -214,15 +213,11 @@ def _in_matrix(packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
 
 
 class _CollectiveWork(BucketReduceWork):
-    def __init__(self, traffic: Traffic, unfinished: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, traffic: Traffic, unfinished: list[Callable[[], None]]) -> None:
         self._traffic, self._unfinished = traffic, unfinished
 
     def finish(self) -> None:
-        started = time.perf_counter()
-        for finish in self._unfinished:
-            finish()
-        self._unfinished = ()
-        self._traffic.add("reduce", waited=time.perf_counter() - started)
+        _finish_all(self._unfinished, self._traffic, "reduce")
 
 
 class CollectiveBroadcaster(ParameterBroadcaster):
@@ -238,9 +233,10 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         super().__init__(ranks, segments, traffic)
         staging = ranks.context.shared(Staging)
         by_dtype: dict[torch.dtype, list[Segment]] = {}
-        # A single rank sends nothing.
-        for segment in [segment for segment in segments if segment.nbytes] if ranks.peers else ():
-            by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
+        for segment in segments:
+            # A single rank sends nothing.
+            if segment.nbytes and ranks.peers:
+                by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
         self._whole: list[tuple[int, torch.Tensor]] = []
         self._unfinished: list[Callable[[], None]] = []
@@ -265,11 +261,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
 
     def arrive(self) -> None:
         """Wait for all collectives, and unpack the gathered rows."""
-        started = time.perf_counter()
-        for finish in self._unfinished:
-            finish()
-        self._unfinished = []
-        self.traffic.add("broadcast", waited=time.perf_counter() - started)
+        _finish_all(self._unfinished, self.traffic, "broadcast")
 
 
 class _Gather:
@@ -297,10 +289,8 @@ class _Gather:
 
     def _locate(self, packed: torch.Tensor) -> None:
         self._packed_at, self._own, self._others = packed.data_ptr(), ([], []), ([], [])
-        rank = self._ranks.rank
-        for block, target, source in zip(
-            self._chunk.blocks, self._targets, _in_matrix(packed, self._chunk), strict=True
-        ):
+        rank, sources = self._ranks.rank, _in_matrix(packed, self._chunk)
+        for block, target, source in zip(self._chunk.blocks, self._targets, sources, strict=True):
             if rank in block.rows:
                 row = rank - block.rows.start
                 self._own[0].append(source[row])

@@ -34,12 +34,7 @@ class PeerLostError(RuntimeError):
 
 
 def builtin_name(error: BaseException) -> str:
-    """Return the name of the nearest built-in type of an error, which other ranks can raise too.
-
-    >>> class DamagedFile(ValueError): ...
-    >>> builtin_name(DamagedFile("x"))
-    'ValueError'
-    """
+    """Return the name of the nearest built-in type of an error, which other ranks can raise too."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
@@ -57,14 +52,7 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
 
 
 def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
-    """Return a PeerLostError that names the peer, for an error of the backend.
-
-    Args:
-        failure: the error of the backend.
-        peer: group rank of the lost rank; None if unknown.
-        rank: group rank of this process.
-        operation: the operation of the ranks.
-    """
+    """Return a PeerLostError of this rank for an error of the backend; ``peer`` is None if it is unknown."""
     who, whose = ("another rank", "the other ranks'") if peer is None else (f"rank {peer}", "its")
     # The next lines are a stack trace.
     said = str(failure).partition("\n")[0] or type(failure).__name__
@@ -99,20 +87,15 @@ Explain = Callable[[str, str, int, int], "str | None"]
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank reports if ranks differ."""
+    """What a rank reports if ranks differ. ``call`` is the operation and the position of the optimizer."""
 
     rank: int
     operation: str
-    position: str
+    call: str
     digest: int | None
     detail: str
     error_type: str
     error: str
-
-    @property
-    def call(self) -> str:
-        """The operation and the position."""
-        return f"{self.operation} {self.position}".rstrip()
 
 
 def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tuple[str, str]:

@@ -1,10 +1,8 @@
-"""Reducers and broadcasters by tagged messages, for CPU tensors on gloo. Messages are laid out once per layout.
+"""Reducers and broadcasters by tagged messages, for CPU tensors on gloo.
 
-Every rank sends each owner of a bucket its values of that owner's ranges: large ones directly from the bucket, small
-ones packed. Owners add the values in ascending rank order, so that sums do not depend on the plan. Owners of parameters
-send each peer their values in the same way.
-
-Messages with one tag between two ranks are matched in order. So all ranks begin buckets in the same order.
+Every rank sends each owner its values of that owner's ranges: large ones directly from the bucket, small ones packed.
+Owners add the values in ascending rank order, so that sums do not depend on the plan. Messages with one tag between two
+ranks are matched in order, so all ranks begin buckets in the same order.
 """
 
 from __future__ import annotations
@@ -20,16 +18,7 @@ from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_add_, foreach_div_
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import (
-    PACK_BELOW,
-    BucketMessage,
-    Message,
-    PackedMessage,
-    bucket_messages,
-    pack_pieces,
-    receive,
-    send,
-)
+from zeroshard_comm.messages import BucketMessage, Message, PackedMessage, bucket_messages, pack_pieces, receive, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -52,9 +41,6 @@ class MessageReducer(GradientReducer):
         dtype: the dtype of the bucket, which is on the CPU.
         window: posts the receives of gradients.
         traffic: counts bytes, as kind ``"reduce"``.
-
-    Attributes:
-        messages: for each owner, the messages that every other rank sends to it.
     """
 
     def __init__(
@@ -62,7 +48,8 @@ class MessageReducer(GradientReducer):
     ) -> None:
         self.ranks, self.traffic, self.window = ranks, traffic, window
         self._expected: Sequence[_Receives] | None = None
-        self.messages = {
+        # For each owner, the messages that every other rank sends to it.
+        self._messages = {
             owner: bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
             for owner in range(ranks.world_size)
         }
@@ -70,12 +57,11 @@ class MessageReducer(GradientReducer):
     def expect(self) -> None:
         """Post the receives for which the window has memory.
 
-        Call it early, also before there are values to send: gloo tells the sender of a posted receive only after all
-        data that this rank is sending it.
+        Call it early: gloo tells the sender of a posted receive only after all data that this rank is sending it.
         """
         self._expected = [
             {peer: Receive(peer, message.nbytes) for peer in self.ranks.peers}
-            for message in self.messages[self.ranks.rank]
+            for message in self._messages[self.ranks.rank]
         ]
         self.window.extend([receive for receives in self._expected for receive in receives.values()])
 
@@ -84,10 +70,10 @@ class MessageReducer(GradientReducer):
         if self._expected is None:
             self.expect()
         arriving, self._expected = self._expected or (), None
-        own = self.messages[self.ranks.rank]
+        own = self._messages[self.ranks.rank]
         sends: list[Message] = []
         for peer in self.ranks.peers:
-            for message in self.messages[peer]:
+            for message in self._messages[peer]:
                 pieces = _pieces(buffer, message)
                 payload = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(torch.uint8)
                 sends.append(send(self.ranks, peer, payload, self.window.tag, "backward()"))
@@ -123,10 +109,7 @@ class MessageReduceWork(BucketReduceWork):
     def _add_up(self, own: Pieces, receives: _Receives) -> float:
         window = self._reducer.window
         return mean_in_rank_order(
-            self._reducer.ranks,
-            own,
-            lambda peer: receives[peer].wait(),
-            lambda peer: window.release(receives[peer]),
+            self._reducer.ranks, own, lambda peer: receives[peer].wait(), lambda peer: window.release(receives[peer])
         )
 
 
@@ -137,15 +120,14 @@ def _pieces(buffer: torch.Tensor, message: BucketMessage) -> Pieces:
 
 @dataclass(eq=False)
 class Receive:
-    """A message to receive from a rank. ``message`` is None until the receive is posted, and after its release."""
+    """A message to receive from a rank. It has a ``message`` from the time it is posted until its release."""
 
     peer: int
     nbytes: int
-    message: Message | None = field(default=None, repr=False)
+    message: Message = field(init=False, repr=False)
 
     def wait(self) -> torch.Tensor:
         """Wait for the message and return it as 1-D bytes. Call it in the order in which receives were added."""
-        assert self.message is not None
         self.message.wait("backward()")
         return self.message.buffer
 
@@ -178,9 +160,8 @@ class ReceiveWindow:
     def release(self, receive: Receive) -> None:
         """Give the memory of a receive back, and post the receives for which there is memory now."""
         with self._lock:
-            assert receive.message is not None
             self._free.setdefault(receive.nbytes, []).append(receive.message.buffer)
-            receive.message = None
+            del receive.message
             self._held -= receive.nbytes
             self._count -= 1
             self._post()
@@ -239,31 +220,22 @@ def mean_in_rank_order(
 
 
 class MessageBroadcaster(ParameterBroadcaster):
-    """Sends each segment to every peer. Tags keep messages apart from everything else on the group, in any order.
-
-    Small segments are packed.
+    """Sends each segment to every peer, small ones packed.
 
     Args:
         ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
         segments: as for :class:`ParameterBroadcaster`.
         traffic: as for :class:`ParameterBroadcaster`.
         tag: the tag of the messages. Broadcasters that ranks do not use in the same order need different tags.
-        pack_below: as for :func:`~zeroshard_comm.messages.pack_pieces`.
     """
 
     def __init__(
-        self,
-        ranks: RankGroup,
-        segments: Sequence[Segment],
-        traffic: Traffic,
-        *,
-        tag: int = TAG_BROADCAST,
-        pack_below: int = PACK_BELOW,
+        self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic, *, tag: int = TAG_BROADCAST
     ) -> None:
         super().__init__(ranks, segments, traffic)
         # A single rank sends nothing.
         pieces = [(segment.owner, segment.view) for segment in segments] if ranks.world_size > 1 else []
-        messages = pack_pieces(pieces, pack_below)
+        messages = pack_pieces(pieces)
         self._own = [message for message in messages if message.owner == ranks.rank]
         self._others = [message for message in messages if message.owner != ranks.rank]
         self._tag = tag

@@ -30,13 +30,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A send or a receive in flight. It may use its buffer until :meth:`wait` has returned.
+    """A send or a receive in flight, which may use its buffer until :meth:`wait` has returned.
 
-    Attributes:
-        ranks: the process group.
-        peer: group rank of the other end.
-        work: the work that torch returned; None for torch's fake backend.
-        buffer: the tensor to send or to fill, which must live until :meth:`wait` has returned.
+    ``work`` is what torch returned: None for its fake backend.
     """
 
     ranks: RankGroup
@@ -47,9 +43,7 @@ class Message:
     def wait(self, operation: str, timeout: timedelta | None = None) -> None:
         """Wait until the buffer is filled, or may be changed.
 
-        Args:
-            operation: the operation of the ranks, for errors.
-            timeout: replaces the timeout of the group. When it passes, gloo closes all connections of the group.
+        When the timeout passes, by default the one of the group, gloo closes all connections of the group.
 
         Raises:
             PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
@@ -63,14 +57,7 @@ class Message:
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Send a tensor.
-
-    Args:
-        ranks: the process group; its backend matches messages by tag.
-        peer: group rank of the receiver.
-        buffer: a contiguous tensor.
-        tag: the tag of the message.
-        operation: the operation of the ranks, for errors.
+    """Send a contiguous tensor over a backend that matches messages by tag.
 
     Raises:
         PeerLostError: if the peer is gone.
@@ -82,7 +69,7 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
 
 
 def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Receive a tensor, which has the length of the tensor sent. The arguments are as for :func:`send`.
+    """Receive a tensor, which has the length of the tensor sent.
 
     Post receives before sends: gloo starts a send only once its receive is posted.
 

@@ -20,14 +20,9 @@ _UNIT = 64
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The same columns of the rows of consecutive ranks, which lie at equal distances in the bucket.
+    """The same columns of a chunk in the rows of consecutive ranks, which are ``stride`` elements apart in the bucket.
 
-    Attributes:
-        run: index of the run in the first row; the next rows have the next runs.
-        offset: position of the first element in that run, in elements.
-        stride: distance from one row to the next in the bucket, in elements.
-        rows: the rows of the matrix, which are the ranks.
-        columns: the columns of the chunk.
+    The first row has elements of the run with index ``run``, from ``offset`` on; the next rows have the next runs.
     """
 
     run: int
@@ -64,11 +59,7 @@ class OwnerMajor:
 
     @classmethod
     def of(cls, runs: Sequence[Run], world_size: int) -> OwnerMajor:
-        """Put all parts into the matrix, in order, and also whole tensors if that needs little padding.
-
-        >>> OwnerMajor.of([Run(0, 0, 64, True), Run(1, 64, 128, True), Run(0, 128, 628, False)], 2).columns
-        (0, 0, None)
-        """
+        """Put all parts into the matrix, in order, and also whole tensors if that needs little padding."""
         cut, owned, filled = ([0] * world_size for _ in range(3))
         for run in runs:
             owned[run.rank] += run.stop - run.start

@@ -1,6 +1,6 @@
 """Process groups: one rank's view of a group, and the state that all objects of this project on a group share.
 
-This module does all rank arithmetic: the project uses group ranks, and only calls of torch get global ranks.
+The project uses group ranks; only calls of torch get global ranks.
 """
 
 from __future__ import annotations
@@ -136,11 +136,8 @@ class RankGroup:
     def private_group(self, backend: str, purpose: str) -> RankGroup:
         """Return a group of the same ranks with the same timeout, for the caller's operations alone.
 
-        The first call for a purpose makes it. That is a collective among only these ranks.
-
-        Args:
-            backend: the backend of the new group, such as ``"nccl"``.
-            purpose: the use of the group; each purpose has a group of its own.
+        The first call for a ``purpose`` and a ``backend``, such as ``"nccl"``, makes it. That is a collective among
+        only these ranks.
 
         Raises:
             PeerLostError: if not all ranks connect.
@@ -167,10 +164,8 @@ class RankGroup:
 
         Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If a
         rank was lost, this also aborts this rank's operations on backends other than gloo, once. They wait for the
-        lost rank, and user code that reads a result would wait for them, until the backend's own timeout.
-
-        Args:
-            error: the reason: another rank was lost, or this one was interrupted.
+        lost rank, and user code that reads a result would wait for them, until the backend's own timeout. ``error`` is
+        the reason: another rank was lost, or this one was interrupted.
         """
         context = self.context
         if context.closed:
@@ -180,16 +175,12 @@ class RankGroup:
             context.connections.close()
         for ranks in context._private.values():
             if ranks.sends_tagged(torch.device("cpu")):
-                ranks.close_connections()
+                close_connections(ranks.group)
         if isinstance(error, PeerLostError) and os.environ.get(ABORT) != "0":
             for backend in backends_of(self.group):
                 if not isinstance(backend, dist.ProcessGroupGloo):
                     with suppress(RuntimeError):
                         backend.abort()
-
-    def close_connections(self) -> None:
-        """Close this rank's connections of a gloo group, as the end of the process would."""
-        close_connections(self.group)
 
     @cached_property
     def timeout(self) -> timedelta | None:

@@ -1,7 +1,7 @@
 """Reads the memory of another process of the same host, if the kernel allows it (Linux, ``process_vm_readv``).
 
 The kernel decides which process may read which, by the rules of ``ptrace``: the same user, and restrictions of
-containers and of the ``yama`` module. So ranks try a read, see :mod:`zeroshard_comm.same_host`, and read no settings.
+containers and of the ``yama`` module. So ranks try a read, and look at no settings.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ def _vectors(parts: Sequence[tuple[int, int, int]], side: int) -> ctypes.Array[_
 
 
 def machine() -> int:
-    """Return a checksum of the machine and of the namespaces of process ids and network; 0 if this process cannot read.
-
-    It is equal for processes that may be able to read each other's memory.
-    """
+    """Return a checksum of the machine and its namespaces, by which peers are chosen; 0 if this process cannot read."""
     if _libc() is None or os.environ.get(SWITCH, "") == "0":
         return 0
     try:

@@ -1,13 +1,11 @@
 """Combines numbers of all ranks on zeroshard's own connections, in a ring if few ranks take part and none is lost.
 
-The *ring* is one collective of gloo. It takes a fraction of the processor time of messages in rounds, because gloo
-reuses its buffers between the same ranks. It waits for a slow rank as long as the process group does. It may succeed on
-some ranks and fail on others, which then cannot continue together. So a rank leaves the ring only if another rank is
+The *ring* is one collective of gloo, which takes a fraction of the processor time of messages in rounds. It may succeed
+on some ranks and fail on others, which then cannot continue together. So a rank leaves the ring only if another rank is
 lost, and never because one is slow. It leaves a notice in the store, because gloo does not report that the receiver of
 a send is gone, and closes its connections; then all ranks raise. After a timeout all ranks sign in at the store, and
-the rank that does not is named. Otherwise ranks find the lost rank by rounds of messages
-(:mod:`zeroshard_comm.rounds`), and the first rank that finds it adds its number to the notice, so that all ranks name
-it, also ranks that come later or wait for a slow rank.
+the rank that does not is named. Otherwise ranks find the lost rank by rounds of messages, and the first rank that finds
+it adds its number to the notice, so that all ranks name it, also ranks that come later or wait for a slow rank.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ _TAG_LOST = 0x5A530006
 class Connections(GroupConnections):
     """Connections between the ranks of a process group. Closing them closes none of the user's.
 
-    ``channel`` is the group for messages, which torch does not list; the ring has another group. The constructor is a
-    collective of ranks that have just agreed; ``first`` is a group of these ranks with gloo for CPU tensors.
+    The constructor is a collective of ranks that have just agreed; ``first`` is a group of these ranks with gloo for
+    CPU tensors. torch does not list the groups for messages and for the ring.
     """
 
     def __init__(self, first: RankGroup) -> None:
@@ -102,10 +100,10 @@ class Connections(GroupConnections):
             raise first from error
 
     def close(self) -> None:
-        """Close this rank's connections, so that no rank waits for it."""
+        """Close this rank's connections, and tell the ranks that wait in the ring."""
         self._ring = None
         self._notice.leave(_LOST)
-        self.channel.close_connections()
+        close_connections(self.channel.group)
 
     def _connect(self, purpose: str) -> dist.ProcessGroupGloo:
         # Does not change the timeout of the user's store. gloo connects within the timeout of the group.

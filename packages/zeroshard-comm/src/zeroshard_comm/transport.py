@@ -51,12 +51,7 @@ class Transport:
 
 
 def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int) -> Transport:
-    """Choose the fastest transport for buckets on a device. Collective.
-
-    Args:
-        coordinator: agrees on the process group.
-        device: the device of parameters and buckets.
-        nbytes: size of all parameters, in bytes.
+    """Choose the fastest transport for buckets on a device, given the bytes of all parameters. Collective.
 
     Raises:
         RuntimeError: if the group has no backend for the device.
@@ -91,13 +86,9 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
 def choose_broadcaster(
     coordinator: Coordinator, segments: Sequence[Segment], device: torch.device
 ) -> ParameterBroadcaster:
-    """Choose the fastest broadcaster of tensors on ``device``, for the thread that calls a step. Collective.
+    """Choose the fastest broadcaster of segments on ``device``, for the thread that calls a step. Collective.
 
-    Args:
-        coordinator: agrees on the process group.
-        segments: as for :class:`~zeroshard_comm.ParameterBroadcaster`. Peers may read them until the ranks agree once
-            more.
-        device: the device of the segments.
+    Peers may read the segments until the ranks agree once more.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.

@@ -51,7 +51,7 @@ class Manifest:
     tensors: Sequence[torch.Tensor]
 
     def to_json(self) -> str:
-        """Return the text that is sent before the tensors: the description, and the sizes of the tensors."""
+        """Return the text that is sent before the tensors: the description, and their sizes in bytes."""
         return json.dumps([self.description, [tensor.nbytes for tensor in self.tensors]])
 
 
@@ -59,13 +59,7 @@ Place = Callable[[int, Any], Sequence[torch.Tensor]]
 
 
 def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operation: str) -> None:
-    """Send JSON and tensors to a rank that calls :func:`receive_values`.
-
-    Args:
-        coordinator: agrees on the process group, which has several ranks and a backend that moves data.
-        peer: group rank of the receiver.
-        manifest: the description and the tensors to send.
-        operation: the operation of the ranks, for errors.
+    """Send JSON and tensors to a rank that calls :func:`receive_values`. The backend moves data.
 
     Raises:
         TypeError: if the description is not JSON-serialisable. Nothing has been sent then.
@@ -80,11 +74,8 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
 def receive_values(coordinator: Coordinator, source: int, place: Place, operation: str) -> None:
     """Receive the tensors that :func:`send_values` sends.
 
-    Args:
-        coordinator: as for :func:`send_values`.
-        source: group rank of the sender.
-        place: called with the sender and its description; returns the buffers, as for :func:`gather`.
-        operation: the operation of the ranks, for errors.
+    ``place`` is called with ``source``, which is the group rank of the sender, and with the description. It returns
+    the buffers, as for :func:`gather`.
 
     Raises:
         DisagreementError: if the buffers have other sizes than the tensors.
@@ -98,17 +89,11 @@ def receive_values(coordinator: Coordinator, source: int, place: Place, operatio
 def gather(
     coordinator: Coordinator, manifest: Manifest, target: int, place: Place, *, operation: str = "gather()"
 ) -> None:
-    """Send the JSON and the tensors of all ranks to ``target``. Collective.
+    """Send the JSON and the tensors of all ranks to ``target``, which copies its own tensors. Collective.
 
-    All ranks agree between the texts and the bytes, so if the target lacks memory, every rank raises.
-
-    Args:
-        coordinator: agrees on the process group; the data is sent over its gloo group.
-        manifest: the description and the tensors of this rank.
-        target: group rank of the receiver. It copies its own tensors.
-        place: called on the target once per rank, in rank order, with the rank and its description; returns one 1-D
-            contiguous CPU tensor per tensor of that rank, with the same number of bytes.
-        operation: the operation of the ranks, for errors.
+    The target calls ``place`` once per rank, in rank order, with the rank and its description. It returns one 1-D
+    contiguous CPU tensor per tensor of that rank, with the same number of bytes. All ranks agree between the texts and
+    the bytes, so if the target lacks memory, every rank raises.
 
     Raises:
         RuntimeError: with several ranks on the ``fake`` backend, which moves no data.
@@ -141,11 +126,7 @@ def gather(
 
 
 def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
-    """Send a compressed text of every rank to all ranks, and return the texts in rank order. Collective.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
+    """Send a compressed text of every rank to all ranks, and return the texts in rank order. Collective."""
     packed = zlib.compress(text.encode())
     sizes = [row[0] for row in coordinator.gather_ints([len(packed)], operation)]
     padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
