@@ -33,7 +33,7 @@ class Ceiling:
 
 CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(2050),
-    "zeroshard_comm": Ceiling(3425),
+    "zeroshard_comm": Ceiling(2979),
     "zeroshard": Ceiling(9206, "the command zeroshard plan is counted with it"),
     "zeroshard_integrations": Ceiling(1439),
     "zeroshard_testing": Ceiling(7180, "the emulated device is counted with it"),

@@ -81,10 +81,6 @@ class Coordinator:
     One thread at a time may call methods of all objects of this class on one process group. Their argument
     ``operation`` names the operation of the ranks, for errors. They raise :class:`PeerLostError` if a rank is gone.
 
-    Args:
-        ranks: the group whose ranks agree.
-        traffic: counts bytes and time spent waiting, as kind ``"control"``.
-
     Attributes:
         is_single_rank: True if no other rank can answer: there is one rank, or the backend moves no data.
         position: must be equal on all ranks in every operation; None if it does not matter. The caller changes it at
@@ -135,7 +131,6 @@ class Coordinator:
 
         Raises:
             DisagreementError: if ranks are in different operations, or their digests differ.
-            PeerLostError: if a rank is gone.
             RuntimeError: if another thread is in an agreement of this process group.
             Exception: if a rank passed an error. It has the same built-in type, and a message that names the rank; on
                 that rank the error is its cause.
@@ -273,12 +268,7 @@ class Coordinator:
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:
-    """Check that every rank of ``group`` has the same plan. Collective.
-
-    Args:
-        plan: the plan of this rank.
-        group: the process group; the default group if None.
-        settings: further values that must be equal on all ranks.
+    """Check that every rank of ``group``, by default the default group, has the same plan and settings. Collective.
 
     Raises:
         DisagreementError: on every rank, naming the first difference and the ranks that differ.
@@ -297,12 +287,7 @@ def check_config(
 ) -> None:
     """Check that every rank has the same configuration. Collective.
 
-    Args:
-        coordinator: agrees on the process group.
-        operation: the operation that this rank is about to begin.
-        config: the configuration of this rank.
-        error: the error of this rank; None if it has none.
-        once: settings of this call alone, which must be equal on all ranks too.
+    ``error`` is the error of this rank, and ``once`` has settings of this call alone, which must be equal, too.
 
     Raises:
         Exception: as :meth:`Coordinator.agree`.
@@ -333,11 +318,6 @@ class Proposal:
 @contextmanager
 def agreed(coordinator: Coordinator, operation: str, explain: Explain = explain_configs) -> Iterator[Proposal]:
     """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
-
-    Args:
-        coordinator: agrees on the process group.
-        operation: the operation that this rank is about to begin.
-        explain: names the first difference of two details, see :meth:`Coordinator.agree`.
 
     Yields:
         The proposal of this rank, which the block may set.

@@ -3,8 +3,6 @@
 Parts of cut tensors are sent in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by one
 reduce-scatter per bucket, parameters by one all-gather. Whole tensors are sent in place, by one group of reduces or of
 broadcasts. Matrices use two buffers in turn, and a matrix that does not fit is sent in chunks.
-
-The calling thread issues all collectives, in one order, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -123,16 +121,10 @@ def _finish_all(unfinished: list[Callable[[], None]], traffic: Traffic, kind: st
 
 
 class CollectiveReducer(GradientReducer):
-    """Reduces one bucket by collectives.
+    """Reduces one bucket by collectives, which all ranks of the group issue in one order.
 
-    Args:
-        ranks: a group on which all ranks issue collectives in one order.
-        traffic: counts bytes, as kind ``"reduce"``.
-        runs: ranges of elements of the bucket and their owners, in bucket order. Elements between them have no owner.
-        like: a bucket, or any tensor of its dtype and device.
-
-    Attributes:
-        matrix: the runs that are sent by reduce-scatter.
+    ``runs`` are ranges of elements of the bucket and their owners, in bucket order. Elements between them have no
+    owner. ``like`` has the dtype and device of the bucket. ``matrix`` has the runs that are sent by reduce-scatter.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic, runs: Sequence[Run], like: torch.Tensor) -> None:
@@ -221,13 +213,7 @@ class _CollectiveWork(BucketReduceWork):
 
 
 class CollectiveBroadcaster(ParameterBroadcaster):
-    """Sends segments by all-gathers and broadcasts, which the calling thread issues in one order.
-
-    Args:
-        ranks: a group on which all ranks issue collectives in one order.
-        segments: as for :class:`ParameterBroadcaster`.
-        traffic: as for :class:`ParameterBroadcaster`.
-    """
+    """Sends segments by all-gathers and broadcasts, which all ranks of the group issue in one order."""
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic) -> None:
         super().__init__(ranks, segments, traffic)
@@ -249,7 +235,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
                 self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
     def send(self) -> None:
-        """Issue all collectives. From the third on, each all-gather waits until one of the two buffers is free."""
+        """Issue all collectives. From the third on, an all-gather waits until one of the two buffers is free."""
         group = self.ranks.group
         self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [

@@ -75,10 +75,7 @@ class GradientReducer(ABC):
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the 1-D view that holds the mean of a range of this rank after :meth:`BucketReduceWork.finish`.
 
-        Args:
-            buffer: the bucket, 1-D.
-            start: first element of the range in the bucket.
-            stop: one past the last element.
+        ``start`` and ``stop`` are elements of ``buffer``, which is the bucket, 1-D.
         """
         return buffer[start:stop]
 
@@ -99,11 +96,7 @@ class ParameterBroadcaster(ABC):
     All methods are collective: every rank calls them in the same order. They raise :class:`PeerLostError` if a rank is
     gone. Segments may be in use until :meth:`wait` has returned.
 
-    Args:
-        ranks: the group.
-        segments: the segments, whose buffers are all on one device. Ranks must agree on the list first; only addresses
-            may differ.
-        traffic: counts bytes, as kind ``"broadcast"``.
+    The buffers of the segments are all on one device. Ranks must agree on the list first; only addresses may differ.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic) -> None:

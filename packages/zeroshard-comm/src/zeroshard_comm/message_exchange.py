@@ -33,14 +33,10 @@ receive only after all data that this rank is sending it."""
 
 
 class MessageReducer(GradientReducer):
-    """Reduces one bucket by messages.
+    """Reduces one bucket by messages, on a group whose backend matches messages by tag.
 
-    Args:
-        ranks: the group; its backend matches messages by tag.
-        runs: ranges of elements of the bucket and their owners, in bucket order. Elements between them have no owner.
-        dtype: the dtype of the bucket, which is on the CPU.
-        window: posts the receives of gradients.
-        traffic: counts bytes, as kind ``"reduce"``.
+    ``runs`` are ranges of elements of the bucket and their owners, in bucket order. Elements between them have no
+    owner. The bucket is on the CPU.
     """
 
     def __init__(
@@ -220,25 +216,19 @@ def mean_in_rank_order(
 
 
 class MessageBroadcaster(ParameterBroadcaster):
-    """Sends each segment to every peer, small ones packed.
+    """Sends each segment to every peer, small ones packed, on a group whose backend matches messages by tag.
 
-    Args:
-        ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
-        segments: as for :class:`ParameterBroadcaster`.
-        traffic: as for :class:`ParameterBroadcaster`.
-        tag: the tag of the messages. Broadcasters that ranks do not use in the same order need different tags.
+    Broadcasters that ranks do not use in the same order need different ``tags``; see `GroupContext.allocate_tags`.
     """
 
-    def __init__(
-        self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic, *, tag: int = TAG_BROADCAST
-    ) -> None:
+    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic, tags: int = 0) -> None:
         super().__init__(ranks, segments, traffic)
         # A single rank sends nothing.
         pieces = [(segment.owner, segment.view) for segment in segments] if ranks.world_size > 1 else []
         messages = pack_pieces(pieces)
         self._own = [message for message in messages if message.owner == ranks.rank]
         self._others = [message for message in messages if message.owner != ranks.rank]
-        self._tag = tag
+        self._tag = TAG_BROADCAST + tags
         self._arriving: list[tuple[PackedMessage, Message]] = []
         self._sends: list[Message] = []
 

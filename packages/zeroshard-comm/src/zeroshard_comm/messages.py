@@ -41,12 +41,9 @@ class Message:
     buffer: torch.Tensor
 
     def wait(self, operation: str, timeout: timedelta | None = None) -> None:
-        """Wait until the buffer is filled, or may be changed.
+        """Wait until the buffer is filled, or may be changed. Raises PeerLostError if the backend reports any failure.
 
         When the timeout passes, by default the one of the group, gloo closes all connections of the group.
-
-        Raises:
-            PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
         """
         limit = timeout or self.ranks.timeout
         try:
@@ -57,11 +54,7 @@ class Message:
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Send a contiguous tensor over a backend that matches messages by tag.
-
-    Raises:
-        PeerLostError: if the peer is gone.
-    """
+    """Send a contiguous tensor, on a backend that matches messages by tag. Raises PeerLostError if a rank is gone."""
     try:
         return Message(ranks, peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag), buffer)
     except RuntimeError as failure:
@@ -69,12 +62,9 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
 
 
 def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Receive a tensor, which has the length of the tensor sent.
+    """Receive a tensor, which has the length of the tensor sent. Raises PeerLostError if the peer is gone.
 
     Post receives before sends: gloo starts a send only once its receive is posted.
-
-    Raises:
-        PeerLostError: if the peer is gone.
     """
     try:
         return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag), buffer)

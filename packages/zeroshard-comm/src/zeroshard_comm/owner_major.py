@@ -111,12 +111,10 @@ class OwnerMajor:
 def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
     """Return the length of the rows, in the unit of the arguments: elements, or (rounded to a unit of columns) bytes.
 
+    ``cut`` is the size of the parts of cut tensors, and ``owned`` of these and of whole tensors, by rank.
+
     >>> row_length(cut=[400, 600], owned=[500, 600]), row_length(cut=[400, 600], owned=[500, 6000])
     (640, 640)
-
-    Args:
-        cut: the size of the parts of cut tensors, by rank.
-        owned: the size of these and of whole tensors, by rank.
     """
     return _rounded_up(max(owned if _includes_whole(cut, owned) else cut))
 

@@ -80,11 +80,10 @@ class GroupContext:
         return self.optimizers
 
     def allocate_tags(self) -> int:
-        """Return an offset to tags that is unique on this group, for 65,535 calls.
+        """Return an offset to tags, which are ``0x5A530...``, that is unique on this group, for 65,535 calls.
 
         Messages with one tag between two ranks match in order, so a user with its own order needs its own tags. All
-        tags of this project are ``0x5A530...``. All ranks allocate in the same order, and should compare their offsets
-        before they use them.
+        ranks allocate in the same order, and should compare their offsets before they use them.
         """
         self._tags = self._tags % (_TAG_OFFSETS - 1) + 1
         return self._tags << _TAG_SHIFT
@@ -162,10 +161,9 @@ class RankGroup:
     def close(self, error: BaseException) -> None:
         """Close zeroshard's own connections of this rank, so that no rank waits for it there while it is alive.
 
-        Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If a
-        rank was lost, this also aborts this rank's operations on backends other than gloo, once. They wait for the
-        lost rank, and user code that reads a result would wait for them, until the backend's own timeout. ``error`` is
-        the reason: another rank was lost, or this one was interrupted.
+        Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If the
+        error is a PeerLostError, this also aborts this rank's operations on backends other than gloo, once. They wait
+        for the lost rank, and user code that reads a result would wait for them, until the backend's own timeout.
         """
         context = self.context
         if context.closed:

@@ -57,14 +57,14 @@ class Connections(GroupConnections):
 
     def __init__(self, first: RankGroup) -> None:
         # No reference to `first`: the context of its group holds this object, and neither would ever be freed.
-        self._store, self._name = first.group.get_group_store(), first.group.group_name
+        self._store = first.group.get_group_store()
         self._timeout = first.timeout or dist.default_pg_timeout
         self._rank, self._size = first.rank, first.world_size
         self._notice = Notice(self._store)
         if self._rank == 0:
             # No rank has connected before this rank does.
             self._notice.remove(self._size)
-        group = group_of(self._connect("messages"), self._store, f"{self._name} zeroshard")
+        group = group_of(self._connect("messages"), self._store, f"{first.group.group_name} zeroshard")
         self.channel = RankGroup(group, self._rank, self._size, self._timeout)
         has_ring = self._size <= MOST_RANKS
         self._ring = Ring(self._connect("ring"), self._timeout, self._notice) if has_ring else None

@@ -38,10 +38,7 @@ _READY, _IN_BACKWARD = "step(), where all ranks have their new values", "backwar
 
 @dataclass
 class PeerMemory:
-    """Whether the ranks of a process group have tried to read each other, and by rank the process ids of the peers.
-
-    ``processes`` is empty unless every rank can read every other.
-    """
+    """The process ids of all peers of a group, by rank; none unless every rank can read every other's memory."""
 
     is_known: bool = False
     processes: Mapping[int, int] = field(default_factory=dict)
@@ -137,10 +134,9 @@ def scratch_memory() -> torch.Tensor:
 
 
 class SameHostReducer(GradientReducer):
-    """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
+    """Adds up this rank's part of a bucket from the other ranks' memory, in :meth:`BucketReduceWork.finish`.
 
-    :meth:`BucketReduceWork.finish` does all the work. Reducers that are used one after another share
-    :func:`scratch_memory`.
+    Reducers that are used one after another share :func:`scratch_memory`.
     """
 
     def __init__(

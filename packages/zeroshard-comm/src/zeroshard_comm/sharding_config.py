@@ -39,11 +39,7 @@ class ShardingConfig:
 
     @classmethod
     def from_json(cls, text: str) -> ShardingConfig:
-        """Make a configuration from the text that :meth:`to_json` returned.
-
-        Raises:
-            ValueError: if the text is damaged.
-        """
+        """Make a configuration from the text of :meth:`to_json`. Raises ValueError if the text is damaged."""
         parts = json.loads(text)
         return cls(Plan.from_json(parts["plan"]), parts["settings"], tuple(parts["active"]))
 

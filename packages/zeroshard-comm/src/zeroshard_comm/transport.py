@@ -22,8 +22,6 @@ from zeroshard_comm.same_host import (
     scratch_memory,
 )
 
-TAG_BUCKETS = 0x5A530032
-
 WORTH_OVERLAPPING = 16 * 1024 * 1024
 """With fewer bytes in total, gradients are added after the last bucket, and parameters are sent together."""
 
@@ -76,7 +74,7 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
     overlaps = nbytes >= WORTH_OVERLAPPING
     return Transport(
         lambda runs, bucket: MessageReducer(channel, runs, bucket.dtype, window, traffic),
-        lambda segments: MessageBroadcaster(channel, segments, traffic, tag=TAG_BUCKETS + tags),
+        lambda segments: MessageBroadcaster(channel, segments, traffic, tags),
         tags=tags,
         uses_thread=overlaps,
         broadcasts_buckets=overlaps,
@@ -114,10 +112,9 @@ def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: in
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
     """Return a group of the same ranks and backend on which collectives of ours keep their order. Collective.
 
-    This is the group itself if its backend runs collectives in the order of issue, as backends that coalesce
-    collectives do: the thread that runs backward, or that steps, issues all of ours. A second group on one device could
-    wait for the first, would cost memory, and would not have the options of the first. With any other backend, a group
-    is made once per process group. A single rank, or a backend that moves no data, needs none.
+    This is the group itself if its backend runs collectives in the order of issue, as backends that coalesce them do: a
+    second group on one device could wait for the first, would cost memory, and would not have its options. With any
+    other backend, a group is made once per process group. A single rank, or a backend that moves no data, needs none.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.

@@ -43,8 +43,8 @@ class Manifest:
 
     Attributes:
         description: a JSON-serialisable value that tells the receiver what the tensors are.
-        tensors: strided tensors on any device, in the order of the description. Dense ones are sent as their bytes in
-            storage order, others as the bytes of a contiguous copy.
+        tensors: strided tensors on any device. Dense ones are sent as their bytes in storage order, others as the bytes
+            of a contiguous copy.
     """
 
     description: Any
@@ -59,7 +59,7 @@ Place = Callable[[int, Any], Sequence[torch.Tensor]]
 
 
 def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operation: str) -> None:
-    """Send JSON and tensors to a rank that calls :func:`receive_values`. The backend moves data.
+    """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
     Raises:
         TypeError: if the description is not JSON-serialisable. Nothing has been sent then.
@@ -74,8 +74,7 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
 def receive_values(coordinator: Coordinator, source: int, place: Place, operation: str) -> None:
     """Receive the tensors that :func:`send_values` sends.
 
-    ``place`` is called with ``source``, which is the group rank of the sender, and with the description. It returns
-    the buffers, as for :func:`gather`.
+    ``place`` is called with the group rank of the sender and its description; it returns buffers as in :func:`gather`.
 
     Raises:
         DisagreementError: if the buffers have other sizes than the tensors.
