@@ -18,6 +18,7 @@ from zeroshard_comm import (
     PeerLostError,
     RankGroup,
     Segment,
+    Traffic,
     gather,
     receive_values,
     send_values,
@@ -153,7 +154,7 @@ def test_several_moves_may_be_under_way_at_once(rank: int, kind: type[ParameterB
     buffers = [[torch.full((n,), float(10 * move + rank)) for n in (3, 5000)] for move in range(4)]
     moves = []
     for pair in buffers:
-        moves.append(kind(RankGroup.of(), [Segment(owner, b) for owner, b in enumerate(pair)]))
+        moves.append(kind(RankGroup.of(), [Segment(owner, b) for owner, b in enumerate(pair)], Traffic()))
         moves[-1].begin()
         moves[-1].send()
     for move in moves:
