@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from zeroshard_core.plan_text import (
-    canonical_bytes,
-    owner_difference,
-    ranks_to_text,
-    read_json,
-    tensor_difference,
-    write_json,
-)
+from zeroshard_core.plan_text import canonical_bytes, difference, ranks_to_text, read_json, write_json
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec
 
 
@@ -25,8 +18,8 @@ class Plan:
     """Which rank owns which rows of which tensor.
 
     A tensor has one owner, or is cut between rows (see :class:`Shard`) into one part for each of several owners. Parts
-    begin at the rows in ``starts``. Without them they differ by at most :attr:`TensorSpec.cut_step` rows (one row, if a
-    row is a multiple of :data:`ALIGNMENT` elements), and the first owners have the larger parts.
+    begin at the rows in ``starts``. Without them they differ by at most :attr:`TensorSpec.cut_step` rows, and the first
+    owners have the larger parts.
 
     >>> import torch
     >>> plan = Plan(2, (TensorSpec("weight", (3, 64), torch.float32),), ((1, 0),), (64.0, 128.0))
@@ -44,16 +37,15 @@ class Plan:
         tensors: the tensors that are owned; the index of a tensor is its position here.
         owners: for each tensor the ranks that own it, in the order of their rows.
         loads: cost per rank, as the partition counted it.
-        heaviest: cost of the heaviest tensor that has one owner, as the partition counted it.
-        starts: for each tensor the first row of each part, or ``()`` if it is cut evenly; ``()`` if all are. Even rows
-            are replaced by ``()``, so that plans with equal parts are equal.
+        heaviest: cost of the heaviest tensor that has one owner.
+        starts: for each tensor the first row of each part, or ``()`` if it is cut evenly; ``()`` if all are.
         state_loads: bytes of optimizer state per rank; ``()`` if not known.
-        weights: cost of each tensor, as the partition counted it; ``()`` if not known.
+        weights: cost of each tensor; ``()`` if not known.
         classes: optimizer class of each param group, and whether its cost is only assumed; ``()`` if not known.
 
     Raises:
-        ValueError: if a tensor has no owner, one twice, one out of range or more owners than parts, is cut where it
-            cannot be, or a number is negative or not finite. The message names the tensor and the rank.
+        ValueError: if a tensor cannot belong to its owners or be cut at its rows, a number is negative or not finite,
+            or there are too few or too many values of one kind.
     """
 
     world_size: int
@@ -69,24 +61,19 @@ class Plan:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"a plan needs at least one rank, but world_size is {self.world_size}")
-        if len(self.loads) != self.world_size:
-            raise ValueError(f"a plan for {self.world_size} ranks needs as many loads, but has {len(self.loads)}")
-        for rank, load in enumerate(self.loads):
-            if not 0 <= load < math.inf:
-                raise ValueError(f"the load of rank {rank} should be finite and not negative, but is {load}")
-        if len(self.state_loads) not in (0, self.world_size) or len(self.weights) not in (0, len(self.tensors)):
-            raise ValueError("a plan has bytes of state for every rank and a weight for every tensor, or for none")
-        if not all(0 <= number < math.inf for number in (self.heaviest, *self.state_loads, *self.weights)):
-            raise ValueError("the heaviest cost, the weights and bytes of state should be finite and not negative")
-        if len(self.owners) != len(self.tensors):
-            raise ValueError(f"there are {len(self.tensors)} tensors, but owners of {len(self.owners)}")
+        count = len(self.tensors)
+        lengths = {"loads": self.world_size, "state_loads": self.world_size}
+        for name, length in {**lengths, "owners": count, "starts": count, "weights": count}.items():
+            found = len(getattr(self, name))
+            if found != length and (found or name in ("loads", "owners")):
+                text = f"a plan of {count} tensors for {self.world_size} ranks should have {length} {name}"
+                raise ValueError(f"{text}, but has {found}")
+        if not all(0 <= number < math.inf for number in (*self.loads, self.heaviest, *self.state_loads, *self.weights)):
+            raise ValueError("the loads, weights and bytes of state of a plan should be finite and not negative")
         for index, (spec, ranks) in enumerate(zip(self.tensors, self.owners, strict=True)):
-            if len(ranks) != 1 or not 0 <= ranks[0] < self.world_size:
-                check_owners(index, spec, ranks, self.world_size)
+            check_owners(index, spec, ranks, self.world_size)
         if self.starts:
-            if len(self.starts) != len(self.tensors):
-                raise ValueError(f"there are {len(self.tensors)} tensors, but first rows of {len(self.starts)}")
-            uneven = tuple(map(_uneven, range(len(self.tensors)), self.tensors, self.owners, self.starts))
+            uneven = tuple(map(_uneven, range(count), self.tensors, self.owners, self.starts))
             object.__setattr__(self, "starts", uneven if any(uneven) else ())
 
     @property
@@ -95,31 +82,19 @@ class Plan:
         return tuple([shard for tensor in range(len(self.tensors)) for shard in self.of_tensor(tensor)])
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """Return what a rank owns, by tensor index.
-
-        Raises:
-            IndexError: if there is no such rank.
-        """
+        """Return what a rank owns, by tensor index; raise IndexError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"there is no rank {rank}; the plan is for {self.world_size} ranks")
         mine = [(index, ranks.index(rank)) for index, ranks in enumerate(self.owners) if rank in ranks]
         return tuple([self._part(index, rank, *self._bounds(index)[place : place + 2]) for index, place in mine])
 
     def of_tensor(self, tensor: int) -> tuple[Shard, ...]:
-        """Return the shards of a tensor, by row; at least one.
-
-        Raises:
-            IndexError: if there is no such tensor.
-        """
+        """Return the shards of a tensor, by row, at least one; raise IndexError if there is no such tensor."""
         owned = zip(self._owners_of(tensor), pairwise(self._bounds(tensor)), strict=True)
         return tuple([self._part(tensor, rank, *rows) for rank, rows in owned])
 
     def is_cut(self, tensor: int) -> bool:
-        """Tell whether a tensor has several owners.
-
-        Raises:
-            IndexError: if there is no such tensor.
-        """
+        """Tell whether a tensor has several owners; raise IndexError if there is no such tensor."""
         return len(self._owners_of(tensor)) > 1
 
     @cached_property
@@ -161,19 +136,13 @@ class Plan:
     def fingerprint(self) -> str:
         """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors, owners and rows.
 
-        Loads do not count, because they do not change which rank owns what. The value does not depend on the process,
-        the hash seed or the Python version.
+        Loads do not count. The value does not depend on the process, the hash seed or the Python version.
         """
         return self._fingerprint
 
     def difference(self, other: Plan) -> str | None:
-        """Describe the first difference, from this plan's point of view; ``None`` if the fingerprints are equal.
-
-        Compares the world size, the tensors, the owners and the rows of cut tensors, in this order.
-        """
-        if self.world_size != other.world_size:
-            return f"world size {self.world_size} here, {other.world_size} there"
-        return tensor_difference(self.tensors, other.tensors) or owner_difference(self, other)
+        """Describe the first difference in world size, tensors, owners or rows; ``None`` if fingerprints are equal."""
+        return difference(self, other)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, from which :meth:`from_json` makes an equal plan."""
@@ -181,12 +150,8 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Make a plan from the text that :meth:`to_json` returned.
-
-        Raises:
-            ValueError: if the text is damaged, of another format or version, or describes no valid plan.
-        """
-        return Plan(**read_json(text))
+        """Make a plan from the text of :meth:`to_json`; raise ValueError if it is damaged or of another version."""
+        return read_json(text, Plan)
 
     def __repr__(self) -> str:
         """Return a table of at most ten lines: totals, ranks (the most and the least loaded), heaviest tensors."""
@@ -249,9 +214,7 @@ def least_largest(weights: Sequence[float], world_size: int) -> float:
 
 
 def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
-    """Return the bounds of the parts of a tensor: the first row of each part, then the number of rows.
-
-    The parts begin at ``starts``; if that is empty, the tensor is cut evenly.
+    """Return the first row of each part, then the number of rows. Without ``starts``, the tensor is cut evenly.
 
     >>> import torch
     >>> cuts(TensorSpec("weight", (100, 64), torch.float32), 3), cuts(TensorSpec("bias", (200,), torch.float32), 3)
@@ -266,20 +229,16 @@ def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
 
 def check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_size: int) -> None:
     """Raise a ValueError that names the tensor if it cannot belong to these ranks."""
+    if len(ranks) == 1 and 0 <= ranks[0] < world_size:
+        # Most tensors have one owner: this decides how long a plan takes.
+        return
     named = f"tensor {index} {spec.name!r}"
-    if not ranks:
-        raise ValueError(f"{named} has no owner")
-    for rank in ranks:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"{named} belongs to rank {rank}, but there are ranks 0 to {world_size - 1} only")
-    if len({*ranks}) < len(ranks):
-        raise ValueError(f"{named} belongs to rank {max(ranks, key=ranks.count)} twice; it owns at most one part of it")
+    if not ranks or len({*ranks}) < len(ranks) or not all(0 <= rank < world_size for rank in ranks):
+        raise ValueError(f"{named} should have owners of ranks 0 to {world_size - 1}, each once, but has {[*ranks]}")
     possible = max(1, spec.rows // spec.cut_step if spec.numel else 1)
     if len(ranks) > possible:
-        raise ValueError(
-            f"{named} of shape {spec.shape} belongs to {len(ranks)} ranks, but can be cut into {possible} parts only: "
-            f"between rows, and at multiples of {ALIGNMENT} elements"
-        )
+        text = f"{named} of shape {spec.shape} has {len(ranks)} owners, but can be cut into {possible} parts only"
+        raise ValueError(f"{text}, between rows, at multiples of {ALIGNMENT} elements")
 
 
 def _uneven(index: int, spec: TensorSpec, ranks: tuple[int, ...], starts: tuple[int, ...]) -> tuple[int, ...]:
