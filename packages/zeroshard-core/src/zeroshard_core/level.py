@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard_core.plan import least_largest
@@ -26,9 +26,9 @@ def level(state_cap: float = 1.02) -> Level:
     """Balance the work of tensors that stay whole, and even out state with the tensors that may be cut.
 
     Tensors of groups that are not elementwise or have no state stay whole. The heaviest is placed first, each on the
-    rank with the least work among those that have room. Then come the elementwise tensors, the largest first: each
-    fills the rank with the least state up to the common level, is cut between rows there, and continues on the next
-    rank. Tensors that cannot be cut come last, each on the rank with the least state, even beyond the cap.
+    rank with the least work among those that have room. Then the elementwise tensors follow, the largest first: each
+    fills the rank with the least state up to the common level, and its other rows go to the next ranks. Tensors that
+    are too small to cut come last, each on the rank with the least state, even beyond the cap.
 
     >>> level(state_cap=1.1)
     Level(state_cap=1.1)
@@ -36,11 +36,11 @@ def level(state_cap: float = 1.02) -> Level:
     Args:
         state_cap: the most bytes of state of a rank, as a multiple of the mean, or of what whole tensors force if that
             is more: the largest, or k + 1 of the k N + 1 largest on one of N ranks. If no rank has room, whole tensors
-            are placed by state instead of work; if that exceeds the cap too, :func:`partition` raises ValueError.
+            are placed by state instead of work.
 
     Returns:
-        The strategy, for :func:`partition` and :func:`repartition`. ``"level"`` means ``level()``, but exceeds the cap
-        instead of raising if the tensors that stay whole do not fit under it.
+        The strategy, for :func:`partition` and :func:`repartition`. These raise ValueError if whole tensors exceed the
+        cap by state too. ``"level"`` means ``level()``, but exceeds the cap instead.
 
     Raises:
         ValueError: if ``state_cap`` is less than 1 or not finite.
@@ -48,48 +48,39 @@ def level(state_cap: float = 1.02) -> Level:
     return Level(state_cap)
 
 
+Numbers = Sequence[float]
 Parts = tuple[tuple[int, ...], tuple[int, ...]]
 """The owners of a tensor, and the first row of each part. There are no rows if the tensor is whole."""
 
 
 def fill_ranks(
     specs: Sequence[TensorSpec],
-    works: Sequence[float],
-    sizes: Sequence[float],
-    least: Sequence[int | None],
-    loads: Sequence[float],
-    held: Sequence[float],
+    works: Numbers,
+    sizes: Numbers,
+    whole: Sequence[int],
+    least: Mapping[int, int],
+    loads: Numbers,
+    held: Numbers,
     state_cap: float,
     must_fit: bool,
-) -> list[Parts]:
-    """Place tensors. ``least`` is the fewest rows of a part: 0 for a tensor too small to cut, None for a whole one."""
-    whole = [index for index, rows in enumerate(least) if rows is None]
+) -> dict[int, Parts]:
+    """Place tensors, by index: the ``whole`` ones, and others, of which a part has the ``least`` rows (0: no parts).
+
+    The ranks have the work ``loads`` and the bytes of state ``held`` already.
+    """
+    state = math.fsum(held) + math.fsum(sizes[index] for index in [*whole, *least])
     forced = min(held) + least_largest([sizes[index] for index in whole], len(held))
     # The last digits of a sum depend on its order.
-    limit = state_cap * max((math.fsum(held) + math.fsum(sizes)) / len(held), forced) * (1 + 1e-9)
-    parts: list[Parts] = [((), ())] * len(specs)
-    filled, full = list(held), list[tuple[float, float, int]]()
-    ready = sorted((load, rank) for rank, load in enumerate(loads))
-    for index in sorted(whole, key=works.__getitem__, reverse=True):
-        size = sizes[index]
-        while full and full[0][0] + size <= limit:
-            heapq.heappush(ready, heapq.heappop(full)[1:])
-        while ready and filled[ready[0][1]] + size > limit:
-            load, rank = heapq.heappop(ready)
-            heapq.heappush(full, (filled[rank], load, rank))
-        if not ready and works is not sizes:
-            return fill_ranks(specs, sizes, sizes, least, held, held, state_cap, must_fit)
-        if not ready and not must_fit:
-            return fill_ranks(specs, sizes, sizes, least, held, held, math.inf, must_fit)
-        if not ready:
-            least_cap = math.ceil(state_cap * (full[0][0] + size) / limit * 1e3) / 1e3
-            text = f"{full[0][0] + size:,.0f} bytes of state on a rank, which may hold {limit:,.0f}"
-            raise ValueError(f"tensors that stay whole put {text}; use level(state_cap={least_cap}) or more")
-        load, rank = ready[0]
-        heapq.heapreplace(ready, (load + works[index], rank))
-        filled[rank] += size
-        parts[index] = (rank,), ()
-    by_size = sorted(range(len(specs)), key=sizes.__getitem__, reverse=True)
+    limit = state_cap * max(state / len(held), forced) * (1 + 1e-9)
+    for weights, before, cap in ((works, loads, limit), (sizes, held, limit), (sizes, held, math.inf)):
+        parts, filled = _place_whole(whole, weights, sizes, before, held, cap)
+        if len(parts) == len(whole):
+            break
+    if must_fit and cap > limit:
+        least_cap = math.ceil(state_cap * max(filled) / limit * 1e3) / 1e3
+        text = f"{max(filled):,.0f} bytes of state on a rank, which may hold {limit:,.0f}"
+        raise ValueError(f"tensors that stay whole put {text}; use level(state_cap={least_cap}) or more")
+    by_size = sorted(least, key=sizes.__getitem__, reverse=True)
     ranks = sorted((fill, rank) for rank, fill in enumerate(filled))
     water, total, count = math.inf, math.fsum(sizes[index] for index in by_size if least[index]), 0
     while count < len(ranks) and ranks[count][0] < water:
@@ -97,16 +88,41 @@ def fill_ranks(
         water = total / count
     heap = ranks[:count]
     for index in by_size:
-        if rows := least[index]:
-            parts[index] = _pour(specs[index], sizes[index], rows, heap, water, limit)
+        if least[index]:
+            parts[index] = _pour(specs[index], sizes[index], least[index], heap, water, cap)
     heap += ranks[count:]
     heapq.heapify(heap)
     for index in by_size:
-        if least[index] == 0:
+        if not least[index]:
             fill, rank = heap[0]
             heapq.heapreplace(heap, (fill + sizes[index], rank))
             parts[index] = (rank,), ()
     return parts
+
+
+def _place_whole(
+    tensors: Sequence[int], weights: Numbers, sizes: Numbers, loads: Numbers, held: Numbers, limit: float
+) -> tuple[dict[int, Parts], list[float]]:
+    """Place tensors on the rank with the least load that has room, the heaviest first, until no rank has room.
+
+    Returns what is placed, and the bytes of state of each rank.
+    """
+    parts, filled = dict[int, Parts](), list(held)
+    ready, full = sorted((load, rank) for rank, load in enumerate(loads)), list[tuple[float, float, int]]()
+    for index in sorted(tensors, key=weights.__getitem__, reverse=True):
+        size = sizes[index]
+        while full and full[0][0] + size <= limit:
+            heapq.heappush(ready, heapq.heappop(full)[1:])
+        while ready and filled[ready[0][1]] + size > limit:
+            load, rank = heapq.heappop(ready)
+            heapq.heappush(full, (filled[rank], load, rank))
+        if not ready:
+            break
+        load, rank = ready[0]
+        heapq.heapreplace(ready, (load + weights[index], rank))
+        filled[rank] += size
+        parts[index] = (rank,), ()
+    return parts, filled
 
 
 def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int]], water: float, cap: float) -> Parts:
