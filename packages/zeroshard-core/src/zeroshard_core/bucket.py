@@ -13,13 +13,7 @@ from zeroshard_core.spec import ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a whole tensor in a bucket.
-
-    Attributes:
-        tensor: index of the tensor in the plan.
-        offset: its first element's position in the bucket, in elements.
-        numel: its number of elements.
-    """
+    """The place of a whole tensor, by its index in the plan: ``numel`` elements from element ``offset`` of a bucket."""
 
     tensor: int
     offset: int
@@ -28,14 +22,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The places of tensors of one dtype on one device in one flat buffer.
-
-    Attributes:
-        dtype: element type of all tensors.
-        device: logical device of all tensors.
-        slots: the places, by ascending offset.
-        numel: length of the buffer, in elements.
-    """
+    """The places of tensors of one dtype on one logical device, by offset, in a flat buffer of ``numel`` elements."""
 
     dtype: torch.dtype
     device: str
@@ -45,14 +32,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The elements ``[start, stop)`` of a bucket, all owned by one rank.
-
-    Attributes:
-        rank: the owner.
-        start: first element, counted from the bucket's start.
-        stop: one past the last element.
-        is_part: whether the elements belong to a tensor that is cut over several ranks.
-    """
+    """The elements ``[start, stop)`` of a bucket, owned by a rank; ``is_part`` if their tensor has several owners."""
 
     rank: int
     start: int
@@ -61,7 +41,7 @@ class Run:
 
 
 def bucket_layouts(plan: Plan, *, tensors: Collection[int] | None = None) -> tuple[BucketLayout, ...]:
-    """Lay out tensors in flat buffers, one per device and dtype.
+    """Lay out tensors in flat buffers, one per device and dtype, in the order in which these first appear.
 
     Slots are ordered by the rank that owns a tensor's first element, then by tensor index, so that whole tensors of one
     owner lie side by side. Every slot starts at a multiple of :data:`ALIGNMENT` elements.
@@ -71,7 +51,7 @@ def bucket_layouts(plan: Plan, *, tensors: Collection[int] | None = None) -> tup
         tensors: indices of the tensors to lay out; all if ``None``.
 
     Returns:
-        The layouts, in the order in which their device and dtype first appear. Each has at least one slot.
+        The layouts, each with at least one slot.
 
     Raises:
         IndexError: if there is no such tensor.

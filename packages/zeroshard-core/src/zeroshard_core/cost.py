@@ -62,8 +62,8 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
         **defaults: the arguments of the class, as in ``optimizer_class(params, **defaults)``.
 
     Returns:
-        The cost, in bytes. It raises ValueError if the class cannot step a tensor, and returns 0.0 for every tensor if
-        the class has no state, like plain SGD. Use :func:`numel` then, or nothing is balanced.
+        The cost, in bytes. It raises ValueError for a tensor that the class cannot step. A class without state, like
+        plain SGD, costs 0.0, which balances nothing: use :func:`numel` then.
     """
     known: dict[tuple[tuple[int, ...], torch.dtype], float] = {}
 
@@ -74,10 +74,9 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
                 known[key] = float(sum(e.nbytes for e in probe(optimizer_class, defaults, [spec])[key].values()))
             except Exception as error:
                 name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-                raise ValueError(
-                    f"the state of {name} could not be measured for {spec.name!r} on a {len(spec.shape)}-dimensional "
-                    f"{spec.dtype} tensor on the CPU ({type(error).__name__}: {error}); use another cost, such as numel"
-                ) from error
+                kind = f"{len(spec.shape)}-dimensional {spec.dtype} tensor on the CPU ({type(error).__name__}: {error})"
+                text = f"the state of {name} could not be measured for {spec.name!r} on a {kind}"
+                raise ValueError(f"{text}; use another cost, such as numel") from error
         return known[key]
 
     return weigh
@@ -91,7 +90,7 @@ def adam(per_element: float = 800.0) -> Cost:
 
     Args:
         per_element: FLOP-equivalents per element. On CPUs we measured 600 to 1,000 for torch's default implementation
-            and 100 to 140 with ``fused=True`` (0.65 ns, on a CPU where :class:`torch.optim.Muon` reaches 190 GFLOP/s).
+            and 100 to 140 with ``fused=True``, where :class:`torch.optim.Muon` reaches 190 GFLOP/s.
 
     Returns:
         The cost, in FLOP-equivalents. It includes 5e6 per tensor for calling the operators.
@@ -102,9 +101,8 @@ def adam(per_element: float = 800.0) -> Cost:
 def newton_schulz(steps: int = 5) -> Cost:
     """Weigh a tensor by the work of orthogonalising it by Newton-Schulz iterations, as Muon does.
 
-    An iteration of an l x s matrix X, where s is the smaller size, takes 2 l s^2 operations for A = X X^T, 2 s^3 for
-    A A, and 2 l s^2 to multiply X by their sum (K. Jordan and others, Muon: an optimizer for hidden layers in neural
-    networks, 2024). Three dimensions count as a stack of matrices, more as a convolution, flattened to (out, rest).
+    An iteration on a matrix X multiplies X X^T, its square, and their sum with X (K. Jordan and others, Muon, 2024).
+    Three dimensions count as a stack of matrices, more as a convolution, flattened to (out, rest).
 
     >>> newton_schulz()(TensorSpec("weight", (100, 200), torch.float32))
     65000000.0
@@ -113,7 +111,8 @@ def newton_schulz(steps: int = 5) -> Cost:
         steps: number of iterations.
 
     Returns:
-        The cost, steps x 2 s^2 (2 l + s) FLOP-equivalents. It includes 3e6 per step for calling the operators.
+        The cost, steps x (2 s^2 (2 l + s) + 3e6) FLOP-equivalents for an l x s matrix, where s is the smaller size. The
+        3e6 are for calling the operators.
     """
 
     def work(spec: TensorSpec) -> float:
@@ -125,13 +124,10 @@ def newton_schulz(steps: int = 5) -> Cost:
 
 
 def cost_function(cost: Cost | Mapping[str, float]) -> Cost:
-    """Return a cost that is a function; a dict has the cost of each tensor by its name.
+    """Return a cost as a function: the given one, or the look-up in a dict by name, which is equal on all ranks.
 
     >>> cost_function({"weight": 3.5})(TensorSpec("weight", (4,), torch.float32))
     3.5
-
-    Args:
-        cost: a function, which is returned, or a dict, which must be equal on all ranks.
 
     Returns:
         The function. It raises ValueError for a tensor that the dict does not have.

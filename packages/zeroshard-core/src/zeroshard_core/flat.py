@@ -13,9 +13,8 @@ from zeroshard_core.spec import TensorSpec, strides_are_dense
 class FlatBuffer:
     """One flat tensor that holds others as views.
 
-    Only :meth:`adopt` makes tensors views of it. The storage, its views and the adopted
-    tensors share memory, so any code that holds one of them may write the elements. Writing through one does not
-    advance the version counters of the others. A caller must advance them itself if autograd does not see its writes.
+    Only :meth:`adopt` makes tensors views of it. They share memory with the storage and its views, but not the version
+    counter: a caller whose writes autograd does not see must advance the counters of the others.
 
     Args:
         layout: where tensors lie.
@@ -34,11 +33,7 @@ class FlatBuffer:
         self._specs = {index: specs[index] for index in self._slots}
 
     def view(self, tensor: int) -> torch.Tensor:
-        """Return the view of a tensor's place, with the shape and strides of its spec.
-
-        Raises:
-            ValueError: if the layout has no place for this tensor.
-        """
+        """Return a tensor's place as a view in the shape and strides of its spec; raise ValueError if it has none."""
         if tensor not in self._slots:
             raise ValueError(f"tensor {tensor} has no place in this buffer, which holds {len(self._slots)} others")
         slot, spec = self._slots[tensor], self._specs[tensor]
@@ -50,36 +45,37 @@ class FlatBuffer:
     def adopt(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors in, and make each a view of its place (``tensor.data = view``).
 
-        Values do not change; the memory format becomes the format of the spec. Dimensions of size 1 keep their strides:
-        these do not say where elements lie, but may tell kernels the memory format. A tensor may be adopted again, for
-        instance after its ``.data`` was rebound.
+        Values do not change; the memory format becomes the format of the spec. Dimensions of size 1 keep their strides,
+        which may tell kernels the memory format. A tensor whose ``.data`` was rebound may be adopted again.
 
         Args:
             tensors: tensors by index.
 
         Raises:
-            ValueError: if the layout has no place for a tensor, or the tensor's shape, dtype or device differs from the
-                spec. No tensor is changed then.
+            ValueError: if the layout has no place for a tensor, or the tensor's shape, dtype or device differs from its
+                place. No tensor is changed then.
         """
-        views = {index: _restrided(self.view(index), tensor) for index, tensor in tensors.items()}
-        for index, tensor in tensors.items():
-            self._check(index, tensor, views[index])
-        for index, tensor in tensors.items():
-            view = views[index]
+        places = [(tensor, self._place(index, tensor)) for index, tensor in tensors.items()]
+        for tensor, view in places:
             view.copy_(tensor.detach())
             tensor.data = view
 
-    def _check(self, index: int, tensor: torch.Tensor, view: torch.Tensor) -> None:
+    def _place(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of a tensor's place, with the tensor's strides in dimensions of size 1."""
+        view = self.view(index)
         for what, found, expected in (
             ("shape", tuple(tensor.shape), tuple(view.shape)),
             ("dtype", tensor.dtype, view.dtype),
             ("device", tensor.device, view.device),
         ):
             if found != expected:
-                raise ValueError(
-                    f"tensor {index} {self._specs[index].name!r} has {what} {found}, but its place in the buffer is "
-                    f"for {what} {expected}; lay out a new buffer for it"
-                )
+                named = f"tensor {index} {self._specs[index].name!r}"
+                raise ValueError(f"{named} has {what} {found}, but its place in the buffer is for {what} {expected}")
+        if tensor.layout is not torch.strided:
+            return view
+        dims = zip(view.shape, tensor.stride(), view.stride(), strict=True)
+        has_equal_strides = all(size == 1 or theirs == ours for size, theirs, ours in dims)
+        return view.as_strided(view.shape, tensor.stride()) if has_equal_strides else view
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -94,28 +90,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def storage_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D alias of a dense tensor, with the elements in the order in which they lie in memory.
+    """Return a 1-D alias of a dense tensor, with the elements in memory order; raise ValueError if it is not dense.
 
     >>> storage_view(torch.tensor([[1, 2], [3, 4]]).t())
     tensor([1, 2, 3, 4])
-
-    Raises:
-        ValueError: if the tensor has gaps or overlaps in memory, or is not strided.
     """
     if not is_dense(tensor):
         raise ValueError(
-            f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} with gaps or overlaps in memory has no flat "
-            f"view; make a contiguous copy of it"
+            f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} with gaps or overlaps has no flat view"
         )
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the view, with the strides of ``like`` if they differ only in dimensions of size 1."""
-    if like.layout is not torch.strided or like.shape != view.shape or like.stride() == view.stride():
-        return view
-    if all(size == 1 or a == b for size, a, b in zip(view.shape, like.stride(), view.stride(), strict=True)):
-        return view.as_strided(view.shape, like.stride())
-    return view

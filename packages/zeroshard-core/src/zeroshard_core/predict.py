@@ -57,13 +57,9 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that the ranks of a plan hold and send.
+    """The memory of each rank of a plan, and the bytes of gradients and of parameters that each rank sends.
 
-    Attributes:
-        plan: which rank owns which elements.
-        ranks: the memory of each rank.
-        sent_in_backward: bytes of gradients that each rank sends in an iteration with one backward.
-        sent_in_step: bytes of parameters that each rank sends in a step.
+    A rank sends ``sent_in_backward`` in an iteration with one backward, and ``sent_in_step`` in a step.
     """
 
     plan: Plan
@@ -111,29 +107,25 @@ def predict(
     Raises:
         ValueError: if an optimizer class cannot step one of the tensors.
     """
-    ranks = range(plan.world_size)
-    trained = [(index, spec) for index, spec in enumerate(plan.tensors) if spec.trainable]
-    gradients = sum(spec.numel * (grad_dtype or spec.dtype).itemsize for _, spec in trained)
-    owned, sent, state, copied = ([0.0] * plan.world_size for _ in range(4))
-    updates = [[0.0 for _ in groups] for _ in ranks]
-    for index, spec in trained:
-        group, width = groups[spec.group], (grad_dtype or spec.dtype).itemsize
-        for shard in plan.of_tensor(index):
-            rank, part = shard.rank, _part(spec, shard)
-            owned[rank] += part.numel * width
-            sent[rank] += part.nbytes * (plan.world_size - 1)
+    owned, state, copied = ([0.0] * plan.world_size for _ in range(3))
+    updates = [[0.0 for _ in groups] for _ in owned]
+    for index, spec in enumerate(plan.tensors):
+        for shard in plan.of_tensor(index) if spec.trainable else ():
+            rank, group, part = shard.rank, groups[spec.group], _part(spec, shard)
+            owned[rank] += part.numel * (grad_dtype or spec.dtype).itemsize
             state[rank] += group.state(part)
             copied[rank] += group.gradients(part)
             both = updates[rank][spec.group], group.update(part)
             updates[rank][spec.group] = sum(both) if group.is_foreach else max(both)
-    parameters = sum(spec.nbytes for spec in plan.tensors)
+    parameters, gradients = sum(spec.nbytes for spec in plan.tensors), int(sum(owned))
     temporaries = [copies + max(highest, default=0.0) for copies, highest in zip(copied, updates, strict=True)]
+    held = zip(map(int, state), map(int, temporaries), strict=True)
     all_reduced = 2 * gradients * (plan.world_size - 1) // plan.world_size
     return Prediction(
         plan,
-        tuple(RankBytes(parameters, buffers, gradients, int(state[r]), staging, int(temporaries[r])) for r in ranks),
-        tuple(gradients - int(owner) if reduces_to_owner else all_reduced for owner in owned),
-        tuple(map(int, sent)),
+        tuple([RankBytes(parameters, buffers, gradients, kept, staging, peak) for kept, peak in held]),
+        tuple([gradients - int(owner) if reduces_to_owner else all_reduced for owner in owned]),
+        tuple([nbytes * (plan.world_size - 1) for nbytes in plan.sent_loads]),
     )
 
 

@@ -42,8 +42,8 @@ def probe(cls: _Factory, hyperparameters: Mapping[str, Any], tensors: Iterable[T
     """Step an optimizer once for each distinct shape and dtype, with a gradient of ones, and return the state it keeps.
 
     It steps tensors on the meta device, which allocates nothing. If the class reads a value there, it gets 1, or False
-    for a comparison, and operators that only write values do not run. If the class raises on the meta device, a tensor
-    of zeros on the CPU is stepped instead, one shape after the other.
+    for a comparison; operators that only write values do not run. If the class raises there, a tensor of zeros on the
+    CPU is stepped instead.
 
     >>> found = probe(torch.optim.Adam, {"lr": 0.1}, [TensorSpec("weight", (10, 4), torch.float32)])
     >>> found[(10, 4), torch.float32]["exp_avg"]
@@ -68,14 +68,8 @@ def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: Tensor
     >>> update_bytes(torch.optim.Adam, {}, spec), update_bytes(torch.optim.Adam, {}, spec, foreach=True)
     (320, 160)
 
-    Args:
-        cls: as for :func:`probe`.
-        hyperparameters: as for :func:`probe`.
-        spec: the tensor to step. It is stepped twice, because the first update allocates the state.
-        foreach: whether torch's optimizers update all tensors at once, so that their temporaries add up.
-
-    Raises:
-        Exception: as :func:`probe`.
+    The arguments and errors are as for :func:`probe`. The tensor is stepped twice, because the first update allocates
+    the state. With ``foreach``, an update works on all tensors at once, so that their temporaries add up.
     """
     return _step(cls, hyperparameters, spec, steps=2, foreach=foreach)[1]
 

@@ -25,16 +25,15 @@ class TensorSpec:
         name: fully qualified name.
         shape: sizes, in elements.
         dtype: element type.
-        device: logical device, for example ``"cpu"`` or ``"cuda:0"``. Devices of a rank are numbered in the order in
+        device: logical device, for example ``"cpu"`` or ``"cuda:0"``. Each rank numbers its devices in the order in
             which they appear, so that the number is equal on all ranks.
-        trainable: whether the tensor requires a gradient; frozen tensors are placed after the others, without a load.
+        trainable: whether the tensor requires a gradient.
         group: index of its param group.
         stride: ``None`` if contiguous, else the strides (in elements) of a non-overlapping and dense tensor.
         numel: number of elements, computed from the shape.
 
     Raises:
-        TypeError: if the dtype is not a ``torch.dtype``.
-        ValueError: if a size is negative, or the strides leave gaps or overlap.
+        TypeError, ValueError: if the dtype is no ``torch.dtype``, a size is negative, or strides leave gaps or overlap.
     """
 
     name: str
@@ -49,10 +48,8 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(
-                f"the dtype of tensor {self.name!r} should be a torch.dtype such as torch.float32, but is "
-                f"{self.dtype!r} ({type(self.dtype).__name__})"
-            )
+            text = f"the dtype of tensor {self.name!r} should be a torch.dtype such as torch.float32"
+            raise TypeError(f"{text}, but is {self.dtype!r}")
         # torch.Size and numpy integers compare equal, but serialize differently.
         object.__setattr__(self, "shape", tuple([index(size) for size in self.shape]))
         object.__setattr__(self, "numel", math.prod(self.shape))
@@ -61,10 +58,8 @@ class TensorSpec:
         if self.stride is not None:
             object.__setattr__(self, "stride", tuple([index(step) for step in self.stride]))
             if not strides_are_dense(self.shape, self.stride):
-                raise ValueError(
-                    f"tensor {self.name!r} of shape {self.shape} has strides {self.stride}, which leave gaps or "
-                    f"overlap; describe a non-overlapping and dense tensor, or leave out its strides"
-                )
+                named = f"tensor {self.name!r} of shape {self.shape}"
+                raise ValueError(f"{named} has strides {self.stride}, which leave gaps or overlap")
 
     @property
     def nbytes(self) -> int:
@@ -74,11 +69,8 @@ class TensorSpec:
     @property
     def cut_dim(self) -> int:
         """The dimension along which the tensor may be cut: of those longer than 1, the one with the largest stride."""
-        stride = self.stride
-        if stride is None and self.shape[:1] > (1,):
-            return 0
         longer = [dim for dim, size in enumerate(self.shape) if size > 1]
-        return max(longer, key=stride.__getitem__ if stride else lambda dim: -dim, default=0)
+        return max(longer, key=self.stride.__getitem__, default=0) if self.stride else min(longer, default=0)
 
     @property
     def rows(self) -> int:
@@ -92,17 +84,15 @@ class TensorSpec:
 
     def shard(self, *, tensor: int, rank: int, start: int = 0, stop: int | None = None) -> Shard:
         """Return the shard of rows ``start`` to ``stop`` (all by default), for this tensor's index and an owner."""
-        dim = self.cut_dim
-        rows = self.shape[dim] if self.shape else 1
-        return Shard(tensor, rank, dim, start, rows if stop is None else stop, self.numel // rows if rows else 0)
+        rows = self.rows
+        return Shard(tensor, rank, self.cut_dim, start, rows if stop is None else stop, self.numel // max(1, rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that one rank owns: rows ``start`` to ``stop`` along one dimension, or the whole tensor.
+    """The part of a tensor that one rank owns: rows ``start`` to ``stop`` along ``dim``, or the whole tensor.
 
-    The dimension is the one with the largest stride (:attr:`TensorSpec.cut_dim`), so the rows are an n-dimensional box,
-    and one unbroken range of the tensor's storage.
+    The dimension is :attr:`TensorSpec.cut_dim`, so the rows are an n-dimensional box, and one range of the storage.
 
     >>> shard = TensorSpec("weight", (6, 4), torch.float32).shard(tensor=0, rank=1, start=2, stop=6)
     >>> shard.numel, shard.flat, shard.narrow(torch.zeros(6, 4)).shape
@@ -112,8 +102,7 @@ class Shard:
         tensor: index of the tensor in its plan.
         rank: the owner.
         dim: the dimension along which rows are counted.
-        start: first row.
-        stop: one past the last row.
+        start, stop: first row, and one past the last.
         row_numel: number of elements of a row; 0 for an empty tensor, which has an owner too.
     """
 

@@ -1,6 +1,6 @@
-"""State maps: functions that cut the optimizer state of whole tensors along shards, and key it by names.
+"""State maps: pure functions that cut the optimizer state of whole tensors along shards, and key it by names.
 
-The functions are pure: they do not modify their arguments. Results may alias the arguments.
+Results may alias the arguments.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
         return dict(state)
     cut: dict[str, Any] = {}
     for key, value in state.items():
-        if _is_per_element(value, spec):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.shape == spec.shape:
             cut[key] = shard.narrow(_laid_out(value.detach(), spec))
         elif _travels(value):
             cut[key] = value
         else:
-            raise StateMapError(
-                f"tensor {spec.name!r} of shape {spec.shape} cannot be cut: its state {key!r} has "
-                f"{_shape_to_text(value)}, which does not follow the tensor's elements; keep this tensor whole"
-            )
+            named = f"tensor {spec.name!r} of shape {spec.shape}"
+            raise StateMapError(f"{named} cannot be cut; keep it whole: its state {key!r} has {_shape_to_text(value)}")
     return cut
 
 
@@ -56,8 +54,7 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
     {'state': {'head.bias': {}}, 'param_groups': [{'lr': 0.1, 'params': ['head.bias']}]}
 
     Args:
-        state_dict: the result of ``torch.optim.Optimizer.state_dict()``: ``"state"`` by index, ``"param_groups"`` with
-            lists of indices under ``"params"``.
+        state_dict: the result of ``torch.optim.Optimizer.state_dict()``.
         names: the name of each index.
 
     Returns:
@@ -71,28 +68,8 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Key a state dict by integers instead of names. This is the inverse of :func:`to_names`.
-
-    Args:
-        state_dict: the result of :func:`to_names`.
-        names: the name of each index.
-
-    Returns:
-        New dicts and lists around the same values.
-
-    Raises:
-        StateMapError: if two indices have one name, or the state dict has an unknown name or one in two places.
-    """
+    """Key a state dict by integers instead of names: the inverse of :func:`to_names`, with its arguments and errors."""
     return _rekeyed(state_dict, _positions(names), f"one of the {len(names)} names given")
-
-
-def _is_per_element(value: object, spec: TensorSpec) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and tuple(value.shape) == spec.shape
-        and value.dim() > 0
-    )
 
 
 def _travels(value: object) -> bool:
@@ -115,8 +92,7 @@ def _laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return the same values with the strides of the spec, which fused kernels require."""
     if spec.stride is None:
         return value.contiguous()
-    # The stride of a dimension of size 1 does not matter.
-    if all(size == 1 or a == b for size, a, b in zip(spec.shape, value.stride(), spec.stride, strict=True)):
+    if value.stride() == spec.stride:
         return value
     return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
 
@@ -141,10 +117,6 @@ def _rekeyed(state_dict: Mapping[str, Any], renamed: Mapping[Any, Any], expected
                 raise StateMapError(f"{where!r} has the key {key!r}, which is not {expected}")
     if repeated := [key for key, count in Counter(listed).items() if count > 1]:
         raise StateMapError(f"'param_groups' lists {repeated[0]!r} twice")
-    return {
-        **state_dict,
-        "state": {renamed[key]: entries for key, entries in state_dict["state"].items()},
-        "param_groups": [
-            {**group, "params": [renamed[key] for key in group["params"]]} for group in state_dict["param_groups"]
-        ],
-    }
+    state = {renamed[key]: entries for key, entries in state_dict["state"].items()}
+    groups = [{**group, "params": [renamed[key] for key in group["params"]]} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
