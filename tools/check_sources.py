@@ -32,7 +32,7 @@ class Ceiling:
 
 
 CEILINGS: Mapping[str, Ceiling] = {
-    "zeroshard_core": Ceiling(2050),
+    "zeroshard_core": Ceiling(1820),
     "zeroshard_comm": Ceiling(2979),
     "zeroshard": Ceiling(9206, "the command zeroshard plan is counted with it"),
     "zeroshard_integrations": Ceiling(1439),
