@@ -45,7 +45,7 @@ BASE = "no Join"
 CALLS: dict[str, list[tuple[type, str]]] = {
     "ours": [
         (JoinContext, "_begin_forward"),
-        (JoinContext, "_call"),
+        (JoinContext, "_announce"),
         (DDPModel, "_first_gradient"),
         (DDPModel, "_end_backward"),
     ],

@@ -24,10 +24,10 @@ USED: Mapping[str, str] = {
     f"{_DDP}._comm_hooks": "whether there is a hook in Python",
     f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which is not in that list",
     f"{_DDP}._has_rebuilt_buckets": "whether the next forward rebuilds buckets, which exchanges the tensors in .grad",
-    f"{_DDP}._check_and_sync_module_buffers": "a part of a forward that a rank without data must take part in",
+    f"{_DDP}._check_and_sync_module_buffers": "a part of a forward that a rank without data must make",
     f"{_DDP}._check_global_requires_backward_grad_sync": "the same",
     f"{_REDUCER}._rebuild_buckets": "the same",
-    f"{_REDUCER}._get_zeros_like_grad_buckets": "a part of a backward that a rank without data must take part in",
+    f"{_REDUCER}._get_zeros_like_grad_buckets": "a part of a backward that a rank without data must make",
     f"{_REDUCER}._run_comm_hook": "the same",
     f"{_REDUCER}._push_all_rebuilt_params": "the same",
     f"{_REDUCER}._get_local_used_map": "the same",
@@ -40,6 +40,7 @@ USED: Mapping[str, str] = {
 
 check_names("zeroshard_integrations", USED, TESTED_WITH)
 
+graph_task_id = torch._C._current_graph_task_id
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 will_execute = torch._C._will_engine_execute_node
 buckets_of_zeros = _distributed_c10d.Reducer._get_zeros_like_grad_buckets
@@ -51,18 +52,13 @@ disable_dynamo: Callable[[Callable[..., None]], Callable[..., None]] = vars(torc
 JoinConfig = _JoinConfig
 
 
-def in_autograd() -> bool:
-    """Return True if autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Return True if there is a communication hook, in Python or in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:
-    """Take part in what the other ranks' forward, with or without gradients, does before it computes. Collective."""
+    """Do what the other ranks' forward, with or without gradients, does before it computes. Collective."""
     if with_grad and ddp.reducer._rebuild_buckets():
         ddp.__dict__["_has_rebuilt_buckets"] = True
     ddp._check_and_sync_module_buffers()
@@ -79,9 +75,11 @@ def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
     ddp.reducer._set_forward_pass_work_handle(work, ranks is None)
 
 
-def join_config(joinable: Joinable) -> JoinConfig | None:
-    """Return the config that a Join context has set in a joinable; None before any."""
-    return getattr(joinable, "_join_config", None)
+def join_config(joinable: Joinable) -> JoinConfig:
+    """Return the config that a Join context has set in a joinable, or the config outside of any context."""
+    # A joinable that does not call its base class has none before its first context.
+    config: JoinConfig = getattr(joinable, "_join_config", JoinConfig.construct_disabled_join_config())
+    return config
 
 
 def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:

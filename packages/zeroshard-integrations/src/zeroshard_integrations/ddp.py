@@ -2,8 +2,7 @@
 
 Plain DDP sends every gradient once and receives it reduced. :func:`reduce_to_owner_hook` sends each gradient only to
 its owner, and receives the owner's new parameters instead, which is the same number of bytes. The hooks that step
-during backward have torch's names and signatures. They update and broadcast buckets while earlier layers still
-compute.
+during backward have torch's names and signatures, and update buckets while earlier layers still compute.
 """
 
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
@@ -19,14 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import Bucket, GradExchange, StepMode, ZeroRedundancyOptimizer
 
-from zeroshard_integrations._torch_private import (
-    disable_dynamo,
-    has_comm_hook,
-    has_rebuilt_buckets,
-    in_autograd,
-    join_config,
-    queue_callback,
-)
+from zeroshard_integrations import _torch_private
 
 __all__ = [
     "hook_with_zero_step",
@@ -37,6 +29,10 @@ __all__ = [
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 ONE_OPTIMIZER = "give one optimizer a class per param group, or leave the hook out, or wrap a model for each"
+_IN_JOIN = (
+    "the model is in torch's Join and has a communication hook of zeroshard, which ranks without data cannot follow. "
+    "With uneven data leave the hook out, and use zeroshard_integrations.join.Join([ddp, optimizer])"
+)
 
 
 def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -47,8 +43,8 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its owner multiplies or clamps it. So
     torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; call them on every rank.
 
-    Gradients are averaged over the ranks, as DDP does. To accumulate gradients of several backwards, make all but the
-    last under ``no_sync()``, which sends nothing: nothing can be added to a gradient that was reduced.
+    Gradients are averaged over the ranks. To accumulate gradients of several backwards, make all but the last under
+    ``no_sync()``, which sends nothing: nothing can be added to a gradient that was reduced.
 
     ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)`` works too, with fewer checks; gradients then cannot be
     kept over the second forward of a model with ``gradient_as_bucket_view=True``, in which DDP rebuilds its buckets.
@@ -82,27 +78,20 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> dist.destroy_process_group()
     """
     _check_sharded(state)
-    return _receive(state.follow_backward(StepMode.IN_STEP), bucket)
+    return _begin_bucket(state.follow_backward(StepMode.IN_STEP), bucket)
 
 
 def _check_sharded(optimizer: object) -> None:
     """Raise a TypeError unless it is one sharded optimizer, or a wrapper that forwards to one."""
+    kind = type(optimizer).__name__
     if isinstance(optimizer, Sequence):
-        raise TypeError(
-            f"a communication hook of zeroshard takes one optimizer of a model, but got {len(optimizer)} in a "
-            f"{type(optimizer).__name__}: {ONE_OPTIMIZER}"
-        )
+        raise TypeError(f"a hook takes one optimizer of a model, but got {len(optimizer)} in a {kind}: {ONE_OPTIMIZER}")
     if not hasattr(optimizer, "follow_backward"):
-        raise TypeError(
-            f"reduce_to_owner_hook takes a zeroshard.ZeroRedundancyOptimizer, and not a {type(optimizer).__name__}"
-        )
+        raise TypeError(f"reduce_to_owner_hook takes a zeroshard.ZeroRedundancyOptimizer, and not a {kind}")
 
 
 def register_reduce_to_owner(
-    ddp: DistributedDataParallel,
-    optimizer: ZeroRedundancyOptimizer,
-    *,
-    norms: bool = True,
+    ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, *, norms: bool = True
 ) -> None:
     """Register :func:`reduce_to_owner_hook`, and check its conditions at once.
 
@@ -120,8 +109,7 @@ def register_reduce_to_owner(
             in a Join block, if DDP has ``mixed_precision``, or if ``norms`` is not a bool.
     """
     _check_sharded(optimizer)
-    names = _check_model(ddp, optimizer)
-    exchange = optimizer.follow_backward(StepMode.IN_STEP, names, norms=norms)
+    exchange = optimizer.follow_backward(StepMode.IN_STEP, _checked_names(ddp, optimizer), norms=norms)
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
     _register_model(ddp, exchange)
 
@@ -135,8 +123,7 @@ def hook_with_zero_step(
     """Return a hook that steps the optimizer during backward, after the last bucket.
 
     The hook starts all reductions before it steps the first shard, so that they can use the whole network. Then it
-    steps as ``step()`` does. Backward returns when parameters are up to date. All iterations train, including the
-    first.
+    steps as ``step()`` does. Backward returns when parameters are up to date. The first iteration trains too.
 
     Args:
         hook: reduces the gradients: ``allreduce_hook``, in place of which gradients are sent to their owners, or
@@ -152,7 +139,7 @@ def hook_with_zero_step(
     Raises:
         ValueError: if the optimizer was built without ``overlap_with_ddp=True``, lacks a parameter, or has other ranks.
     """
-    return _stepping(hook, ddp, zero, StepMode.AFTER_BACKWARD)
+    return _stepping_hook(hook, ddp, zero, StepMode.AFTER_BACKWARD)
 
 
 def hook_with_zero_step_interleaved(
@@ -163,7 +150,7 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
-    Like :func:`hook_with_zero_step`, but it reduces, steps and broadcasts different buckets at the same time. Use it if
+    Unlike :func:`hook_with_zero_step`, it reduces, steps and broadcasts different buckets at the same time. Use it if
     the network is slower than backward.
 
     Args:
@@ -178,11 +165,11 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as :func:`hook_with_zero_step`.
     """
-    return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
+    return _stepping_hook(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
-def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
-    exchange = zero.follow_backward(mode, _check_model(ddp, zero))
+def _stepping_hook(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
+    exchange = zero.follow_backward(mode, _checked_names(ddp, zero))
     _register_model(ddp, exchange)
     # DDP keeps the hook, so a reference from it to the optimizer would be a cycle through C++. `join_state` belongs to
     # the optimizer, and not to a wrapper that may be gone.
@@ -192,10 +179,10 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
         if join_state() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
         if hook is not allreduce_hook:
-            return _receive(exchange, bucket, lambda: hook(state, bucket))
+            return _begin_bucket(exchange, bucket, lambda: hook(state, bucket))
         if isinstance(state, dist.ProcessGroup):
             _check_same_ranks(state, group, "allreduce_hook was registered with a group of the ranks")
-        return _receive(exchange, bucket)
+        return _begin_bucket(exchange, bucket)
 
     return step_in_backward
 
@@ -208,37 +195,29 @@ def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> Non
     ddp.register_forward_hook(lambda module, *_: _end_forward(exchange, module), always_call=True)
 
 
-@disable_dynamo
+@_torch_private.disable_dynamo
 def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
-    if has_rebuilt_buckets(ddp):
+    if _torch_private.has_rebuilt_buckets(ddp):
         return
     exchange.begin_forward()
 
-    def show(*_: object) -> None:
+    def end_forward(*_: object) -> None:
         handle.remove()
         exchange.end_forward()
 
     # DDP rebuilds before it calls the module, whose own code sees gradients as they are.
-    handle = ddp.module.register_forward_pre_hook(show, prepend=True)
+    handle = ddp.module.register_forward_pre_hook(end_forward, prepend=True)
 
 
-@disable_dynamo
+@_torch_private.disable_dynamo
 def _end_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
     exchange.end_forward()
-    config = join_config(ddp)
     # Raise only after the forward: a rank without data waits for it, and for the backward if that reduces.
-    if config is not None and config.enable and ddp.require_backward_grad_sync:
-        raise _join_refusal()
+    if _torch_private.join_config(ddp).enable and ddp.require_backward_grad_sync:
+        raise RuntimeError(_IN_JOIN)
 
 
-def _join_refusal() -> RuntimeError:
-    return RuntimeError(
-        "the model is in torch's Join and has a communication hook of zeroshard, which ranks without data cannot "
-        "follow. With uneven data leave the hook out, and use zeroshard_integrations.join.Join([ddp, optimizer])"
-    )
-
-
-def _receive(
+def _begin_bucket(
     exchange: GradExchange, bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
 ) -> Future[torch.Tensor]:
     if not isinstance(bucket, GradBucket):
@@ -246,9 +225,9 @@ def _receive(
             "with torch._dynamo.config.optimize_ddp = 'python_reducer', DistributedDataParallel hands no buckets to "
             "communication hooks: use another value, such as 'ddp_optimizer'"
         )
-    if not in_autograd():
-        # torch's Join calls the hook on a rank that has run out of data.
-        raise _join_refusal()
+    if _torch_private.graph_task_id() == -1:
+        # Outside of a backward: torch's Join calls the hook on a rank that has run out of data.
+        raise RuntimeError(_IN_JOIN)
     params = bucket.parameters()
     # Read it before another hook reduces it, because compressing hooks replace the buffer.
     found = Bucket(
@@ -262,16 +241,16 @@ def _receive(
     )
     done = exchange.begin(found, reduce)
     if found.is_last:
-        _after_ddp(exchange.end)
+        call_after_ddp(exchange.end)
     elif found.index == 0:
-        _after_ddp(exchange.end_of_autograd)
+        call_after_ddp(exchange.end_of_autograd)
     return done
 
 
-def _after_ddp(call: Callable[[], None]) -> None:
+def call_after_ddp(call: Callable[[], None]) -> None:
     """Call a function at the end of backward, after DDP's own callbacks."""
     # DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
-    queue_callback(lambda: queue_callback(call))
+    _torch_private.queue_callback(lambda: _torch_private.queue_callback(call))
 
 
 def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, what: str) -> None:
@@ -283,15 +262,14 @@ def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, w
         )
 
 
-def _check_model(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> dict[torch.Tensor, str]:
-    """Raise a ValueError unless an optimizer can use the buckets of a model. Return the names of its parameters."""
+def _checked_names(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> dict[torch.Tensor, str]:
+    """Return the names of a model's parameters; raise a ValueError if the optimizer cannot use the model's buckets."""
     if ddp.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
-            "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
-            "hook of zeroshard"
+            "use torch.autocast, or parameters in half precision with master_weights=True"
         )
-    if has_comm_hook(ddp):
+    if _torch_private.has_comm_hook(ddp):
         raise ValueError(
             "this DistributedDataParallel has a communication hook already, and takes no other: leave one of them out, "
             "or wrap the model again"
@@ -302,8 +280,7 @@ def _check_model(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimize
     for param, name in names.items():
         if param.requires_grad and param not in own and name not in ddp.parameters_to_ignore:
             raise ValueError(
-                f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
-                f"hook of zeroshard, it must have all parameters. Give it all, or freeze those that are not to be "
-                f"trained before DistributedDataParallel is built"
+                f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: give it all parameters, "
+                f"or freeze those that are not to be trained before DistributedDataParallel is built"
             )
     return names

@@ -1,7 +1,6 @@
-"""Announces the calls of ranks with data in Join, and makes a rank without data take part for its optimizer.
+"""Announces the calls of ranks with data in Join, and makes the same calls of an optimizer on ranks without data.
 
-Inside a Join context every rank announces each call before it communicates, or that it has run out of data. The first
-rank with data sends ranks without data the values that the call needs, and they take part in it.
+Inside a Join context every rank announces each call before it communicates, or that it has run out of data.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ class Call(IntEnum):
 
 @dataclass(frozen=True)
 class JoinCall:
-    """The announcement of one rank before a call.
-
-    Attributes:
-        call: the call that the rank is about to make.
-        place: the 1-based index of the joinable, if the call is NOTIFY; else 0.
-    """
+    """The announcement of one rank: its call, and if that is NOTIFY, the 1-based index of the joinable as ``place``."""
 
     call: Call
     place: int = 0
@@ -63,12 +57,7 @@ class JoinCall:
 
 @dataclass(frozen=True)
 class JoinRound:
-    """The announcements of all ranks.
-
-    Attributes:
-        made: the call of the ranks that still have data; JOINED if there are none.
-        running, joined: the ranks that still have data, and the other ranks, ascending.
-    """
+    """The call of the ranks that still have data, or JOINED if there are none; and both kinds of ranks, ascending."""
 
     made: JoinCall
     running: tuple[int, ...]
@@ -76,59 +65,44 @@ class JoinRound:
 
 
 def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | None = None) -> JoinRound:
-    """Exchange the announcements of all ranks. Collective.
+    """Exchange the announcements of all ranks; ``error`` says why this rank is UNABLE. Collective.
 
-    Raises:
-        DisagreementError: if ranks that still have data are about to make different calls.
-        PeerLostError: if a rank is gone.
-        Exception: the error of a rank that has failed or cannot take part, on every rank.
+    Every rank raises the error of a failed rank, or a DisagreementError if ranks with data announce different calls.
     """
-    coordinator.agree("a method inside Join")
-    words = coordinator.gather_ints([mine.call | mine.place << 4], "a method inside Join")
-    answers = [JoinCall(Call(word & 15), word >> 4) for [word] in words]
-    if mine.call is Call.FAILED:
-        frames = error.__traceback__ if error is not None else None
-        with suppress(Exception):
-            coordinator.agree("leaving Join", error=error)
-        if error is not None:
-            # Otherwise the frames of this call would keep the context alive.
-            error.__traceback__ = frames
-        return JoinRound(mine, ())
-    joined = tuple([rank for rank, answer in enumerate(answers) if answer.call in (Call.JOINED, Call.UNABLE)])
-    running = tuple([rank for rank in range(len(answers)) if rank not in joined])
-    calls = [answer.call for answer in answers]
+    announced = _gather_calls(coordinator, mine)
+    calls = [each.call for each in announced]
+    joined = tuple([rank for rank, call in enumerate(calls) if call in (Call.JOINED, Call.UNABLE)])
+    running = tuple([rank for rank in range(len(calls)) if rank not in joined])
     if Call.FAILED in calls or (Call.UNABLE in calls and running):
         coordinator.agree("leaving Join", error=error)
-    made = answers[running[0]] if running else JoinCall(Call.JOINED)
+    made = announced[running[0]] if running else JoinCall(Call.JOINED)
     for rank in running:
-        if answers[rank] != made:
+        if announced[rank] != made:
             raise DisagreementError(
-                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answers[rank]}: ranks "
-                f"that still have data must make the same calls in the same order, and decide about step() by batch "
-                f"index"
+                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {announced[rank]}: ranks "
+                f"that still have data must make the same calls in the same order; decide about step() by batch index"
             )
     return JoinRound(made, running, joined)
 
 
 def fail(coordinator: Coordinator, error: Exception) -> None:
     """Report an error to all ranks at their next announcement. Collective."""
+    frames = error.__traceback__
     with suppress(PeerLostError):
-        exchange_calls(coordinator, JoinCall(Call.FAILED), error)
+        _gather_calls(coordinator, JoinCall(Call.FAILED))
+        with suppress(Exception):
+            coordinator.agree("leaving Join", error=error)
+    error.__traceback__ = frames  # the frames of this call would keep the context alive
+
+
+def _gather_calls(coordinator: Coordinator, mine: JoinCall) -> list[JoinCall]:
+    coordinator.agree("a method inside Join")
+    words = coordinator.gather_ints([mine.call | mine.place << 4], "a method inside Join")
+    return [JoinCall(Call(word & 15), word >> 4) for [word] in words]
 
 
 class JoinState:
-    """Announces the calls of one optimizer, and sends ranks without data the values that they need.
-
-    Args:
-        coordinator: the channel of the ranks' agreements.
-        local: has the param groups, parameters and shards.
-        changes: records what the user writes to param groups.
-        step: makes a step with some keyword arguments. Collective.
-        consolidate: gathers the state on a rank. Collective.
-
-    Attributes:
-        context: announces a call in the Join context that the optimizer is in; None outside. Contexts set it.
-    """
+    """Announces the calls of one optimizer, and sends ranks without data the values that they need."""
 
     def __init__(
         self,
@@ -141,16 +115,17 @@ class JoinState:
         self._coordinator, self._local, self._changes = coordinator, local, changes
         self._step, self._consolidate = step, consolidate
         self.context: Callable[[Call], JoinRound] | None = None
+        """Announces a call in the Join context that the optimizer is in; None outside. Contexts set it."""
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call, and send its values to ranks that have run out of data. Collective; no-op outside."""
-        if self.context is None or self._coordinator.is_single_rank:
+        if self.context is None:
             return
         join_round = self.context(call)
         if join_round.joined and join_round.running:
             self._exchange_values(join_round, arguments)
 
-    def take_part(self, join_round: JoinRound) -> None:
+    def shadow_call(self, join_round: JoinRound) -> None:
         """Make the same call of the optimizer as the ranks with data, and raise what they raise. Collective."""
         arguments = self._exchange_values(join_round, {})
         if join_round.made.call is Call.CONSOLIDATE:
@@ -163,63 +138,58 @@ class JoinState:
     def _exchange_values(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send the values of a call to ranks without data, which set them. Return its arguments. Collective."""
         coordinator, source, call = self._coordinator, join_round.running[0], join_round.made.call
-        rank, written = coordinator.ranks.rank, dict[int, Any]()
+        rank, sent = coordinator.ranks.rank, dict[int, Any]()
         with agreed(coordinator, "a method inside Join"):
             if call is Call.REFUSED:
                 what = "add_param_group(), load_state_dict(), train(), eval() and step(closure)"
                 raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
             if rank == source:
-                common = self._describe(call, arguments)
-                tensors = {peer: self._tensors_of(peer) if call is Call.STEP else {} for peer in join_round.joined}
-                written = {peer: {**common, "tensors": found} for peer, found in tensors.items()}
+                values = self._values_of(call, arguments)
+                for peer in join_round.joined:
+                    sent[peer] = {**values, "parts": self._parts_of(peer) if call is Call.STEP else None}
         with agreed(coordinator, "a method inside Join"):
-            for peer, values in written.items():
+            for peer, values in sent.items():
                 send_value(coordinator, peer, values)
             if rank in join_round.joined:
                 received = receive_value(coordinator, source)
-                self._set_hyperparameters(received)
-                if call is Call.STEP:
-                    self._set_tensors(received["tensors"])
+                self._set_values(received)
                 arguments = received["arguments"]
         return arguments
 
-    def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that ranks without data need for a call; raise a StateMapError if one cannot be sent."""
+    def _values_of(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the hyperparameters and arguments of a call; raise a StateMapError if one cannot be sent."""
         groups = [hyperparameters_of(group) for group in self._local.groups]
         self._changes.read_hyperparameters()
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
-            # Raises if the value cannot be sent.
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
         return {"groups": groups, "agreed": self._changes.agreed, "arguments": dict(arguments)}
 
-    def _tensors_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    def _parts_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the parts that a peer owns, and their gradients, because the loop may have changed both."""
-        plan, params = self._local.plan, self._local.params
-        found = dict[int, tuple[torch.Tensor, torch.Tensor | None]]()
+        plan, parts = self._local.plan, dict[int, tuple[torch.Tensor, torch.Tensor | None]]()
         for shard in plan.of_rank(peer):
-            param, grad = params[shard.tensor].detach(), params[shard.tensor].grad
+            param, grad = self._local.params[shard.tensor].detach(), self._local.params[shard.tensor].grad
             if plan.is_cut(shard.tensor):
                 param, grad = shard.narrow(param), None if grad is None else shard.narrow(grad)
-            found[shard.tensor] = param, grad
-        return found
+            parts[shard.tensor] = param, grad
+        return parts
 
-    def _set_hyperparameters(self, received: Mapping[str, Any]) -> None:
+    def _set_values(self, received: Mapping[str, Any]) -> None:
+        """Set hyperparameters; for a step also this rank's parts and their gradients, and remove other gradients."""
         for from_group, to_group in zip(received["groups"], self._local.groups, strict=True):
             for key, value in from_group.items():
-                present = to_group.get(key)
-                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
-                    value = present.copy_(value)
+                if isinstance(value, torch.Tensor) and isinstance(to_group.get(key), torch.Tensor):
+                    value = to_group[key].copy_(value)
                 to_group[key] = value
         self._changes.set_agreed(received["agreed"])
         self._changes.record_hyperparameters()
-
-    def _set_tensors(self, received: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Set this rank's parts of parameters and gradients. Other parameters have no gradient afterwards."""
+        if received["parts"] is None:
+            return
         for param in self._local.params:
             param.grad = None
-        for tensor, (values, grad) in received.items():
+        for tensor, (values, grad) in received["parts"].items():
             shard = self._local.shards[tensor]
             shard.local_view.copy_(values)
             if grad is not None and shard.is_cut:

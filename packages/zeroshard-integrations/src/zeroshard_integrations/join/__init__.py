@@ -1,7 +1,7 @@
 """Trains with DistributedDataParallel and a sharded optimizer on uneven inputs, until every rank has used all its data.
 
-A drop-in for ``torch.distributed.algorithms.join``. Every rank announces each call; a rank without data takes part, as
-if its gradients were zero. Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``.
+A drop-in for ``torch.distributed.algorithms.join``. Every rank announces each call; a rank without data makes the same
+call, as if its gradients were zero.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class Join:
     """A context in which every rank trains on as many batches as it has.
 
     Put ``with Join([ddp, optimizer]) as join:`` around the training loop. Entering is collective: all ranks enter with
-    the same joinables and settings, in the same order. Inside, ranks announce each forward of a model, each backward
-    that reduces gradients, and each call of a sharded optimizer, by an agreement and a word of each rank.
-
-    Gradients of several backwards before one step add up; ``no_sync()`` raises.
+    the same joinables and settings, in the same order. Inside, ranks announce each forward of a model, each backward,
+    and each call of a sharded optimizer, by an agreement and a word of each rank. Gradients of several backwards before
+    one step add up; ``no_sync()`` raises.
 
     Args:
         joinables: a model in DistributedDataParallel without a communication hook, a sharded optimizer, at most one of
@@ -97,7 +96,7 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take part in the other ranks' calls until all ranks have left. Collective.
+        """Make the other ranks' calls, without data, until all ranks have left. Collective.
 
         Raises:
             DisagreementError: if ranks that still have data make different calls; on every rank.

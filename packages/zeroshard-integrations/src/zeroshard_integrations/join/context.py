@@ -1,4 +1,4 @@
-"""Runs one entered Join context on one rank: announces its calls, and takes part in others' once its data has ended."""
+"""Runs one entered Join context on a rank: announces its calls, and makes the others' once its data has ended."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.join import Call, JoinCall, JoinRound, JoinState, exchange_calls, fail, receive_value, send_value
+from zeroshard.join import Call, JoinCall, JoinRound, JoinState, exchange_calls, fail
 from zeroshard_comm import Coordinator, DisagreementError, RankGroup, agreed
 
-from zeroshard_integrations._torch_private import JoinConfig, divide_by, has_comm_hook, join_config, set_join_config
+from zeroshard_integrations._torch_private import JoinConfig, has_comm_hook, join_config, set_join_config
 from zeroshard_integrations.join.ddp_model import DDPModel
 
 _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing it warns
@@ -26,13 +26,12 @@ class JoinContext:
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
         self._joinables, self._throws = joinables, throws
-        self._divides_by_running = not arguments.get("divide_by_initial_world_size", True)
         self._hooks: dict[int, JoinHook] = {}
         self._model: DDPModel | None = None
         self._optimizer: JoinState | None = None
         ranks = check_joinables(joinables)
-        self._rank, self._coordinator = ranks.rank, Coordinator(ranks)
-        self.join_round = JoinRound(JoinCall(Call.NOTIFY), tuple(range(ranks.world_size)), ())
+        self._coordinator = Coordinator(ranks)
+        self.join_round = JoinRound(JoinCall(Call.NOTIFY), tuple(range(ranks.world_size)))
         self._has_run_out = self._is_reported = False
         settings = {"throw_on_early_termination": throws, **arguments}
         labels = ", ".join([f"{name}={_label(value)}" for name, value in sorted(settings.items())])
@@ -42,23 +41,24 @@ class JoinContext:
             with agreed(self._coordinator, "entering Join", explain) as proposal:
                 proposal.digest, proposal.detail = zlib.crc32(entered.encode()), lambda: entered
                 for place, joinable in enumerate(joinables, 1):
-                    self._take_in(place, joinable, arguments)
+                    self._attach(place, joinable, arguments)
         except BaseException:
             self.reset()
             raise
 
-    def _take_in(self, place: int, joinable: Joinable, arguments: Mapping[str, Any]) -> None:
-        notify: Callable[[], object] = partial(self._call, JoinCall(Call.NOTIFY, place))
+    def _attach(self, place: int, joinable: Joinable, arguments: Mapping[str, Any]) -> None:
+        """Let a joinable announce its calls in this context."""
+        notify: Callable[[], object] = partial(self._announce, JoinCall(Call.NOTIFY, place))
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
             notify, self._optimizer = lambda: None, joinable.join_state
-            self._optimizer.context = lambda call: self._call(JoinCall(call))
+            self._optimizer.context = lambda call: self._announce(JoinCall(call))
         else:
             self._hooks[place] = joinable.join_hook(**arguments)
         if isinstance(joinable, DistributedDataParallel):
-            divides = self._divides_by_running
-            self._model = model = DDPModel(joinable, divides_by_running=divides, begins=self._begin_backward)
-            notify = partial(self._begin_forward, model)
+            divides_by_running = not arguments.get("divide_by_initial_world_size", True)
+            self._model = DDPModel(joinable, self._begin_backward, divides_by_running=divides_by_running)
+            notify = partial(self._begin_forward, self._model)
             # DDP itself must know which ranks still have data only if it broadcasts module buffers.
             enable = len(joinable.modules_buffers) > 0
         config = JoinableConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
@@ -68,7 +68,7 @@ class JoinContext:
     def reset(self) -> None:
         """Remove all joinables from the context, also after an error."""
         if self._model is not None:
-            self._model.leave()
+            self._model.detach()
         if self._optimizer is not None:
             self._optimizer.context = None
         for joinable in self._joinables:
@@ -83,9 +83,7 @@ class JoinContext:
             self._is_reported = True
             fail(self._coordinator, error)
 
-    # ------------------------------------------------------------------ a rank with data
-
-    def _call(self, mine: JoinCall, error: Exception | None = None) -> JoinRound:
+    def _announce(self, mine: JoinCall, error: Exception | None = None) -> JoinRound:
         """Announce a call of this rank, or that it has run out of data; return the announcements of all ranks."""
         if self._is_reported:
             raise RuntimeError(
@@ -107,50 +105,36 @@ class JoinContext:
     def _begin_forward(self, model: DDPModel) -> None:
         model.check_forward()
         with_grad = torch.is_grad_enabled()
-        self._call(JoinCall(Call.FORWARD if with_grad else Call.FORWARD_WITHOUT_GRADIENTS))
+        self._announce(JoinCall(Call.FORWARD if with_grad else Call.FORWARD_WITHOUT_GRADIENTS))
         if with_grad and not self._has_run_out:
             model.begin_forward()
 
-    def _begin_backward(self) -> None:
-        assert self._model is not None
-        join_round = self._call(JoinCall(Call.BACKWARD))
-        if self._divides_by_running:
-            divide_by(self._model.ddp, len(join_round.running))
+    def _begin_backward(self, model: DDPModel) -> int:
+        """Announce a backward, and return the number of ranks that still have data. Collective."""
+        join_round = self._announce(JoinCall(Call.BACKWARD))
         if join_round.joined:
-            self._send_gradients(self._model, join_round.running, join_round.joined)
-
-    def _send_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
-        """Send ranks without data the gradients to which a backward adds, or which they keep at the end. Collective."""
-        self._is_reported = True
-        with agreed(self._coordinator, "a backward inside Join"):
-            if self._rank in running:
-                model.check_reduced()
-        if self._rank in joined:
-            model.set_gradients(receive_value(self._coordinator, running[0]))
-        elif self._rank == running[0]:
-            for peer in joined:
-                send_value(self._coordinator, peer, model.gradients_to_send())
-        self._is_reported = False
-
-    # ------------------------------------------------------------------ a rank without data
+            self._is_reported = True
+            model.exchange_gradients(self._coordinator, join_round.running, join_round.joined)
+            self._is_reported = False
+        return len(join_round.running)
 
     def shadow_others(self) -> None:
-        """Take part in the other ranks' calls until all have left their loops; raise what they raise. Collective."""
-        error = self._model.error() if self._model is not None else None
+        """Make the other ranks' calls until all have left their loops; raise what they raise. Collective."""
+        error = self._model.shadow_error() if self._model is not None else None
         mine = JoinCall(Call.JOINED if error is None else Call.UNABLE)
         before, self._has_run_out = self.join_round.joined, True
-        while (join_round := self._call(mine, error)).running:
+        while (join_round := self._announce(mine, error)).running:
             before = join_round.joined
-            self._do(join_round)
+            self._shadow_call(join_round)
         last = [rank for rank in join_round.joined if rank not in before]
-        if before and self._model is not None:
-            self._send_gradients(self._model, last, before)
-        # Errors of hooks from here on are raised only on this rank.
+        # From here on all ranks know an error, or it is a hook's and only this rank raises it.
         self._is_reported = True
+        if before and self._model is not None:
+            self._model.exchange_gradients(self._coordinator, last, before)
         for hook in self._hooks.values():
-            hook.post_hook(self._rank in last)
+            hook.post_hook(self._coordinator.ranks.rank in last)
 
-    def _do(self, join_round: JoinRound) -> None:
+    def _shadow_call(self, join_round: JoinRound) -> None:
         made, model, optimizer = join_round.made, self._model, self._optimizer
         if made.call is Call.NOTIFY:
             self._hooks[made.place].main_hook()
@@ -159,14 +143,14 @@ class JoinContext:
             model.shadow_forward(with_grad=made.call is Call.FORWARD)
         elif made.call is Call.BACKWARD:
             assert model is not None
-            self._send_gradients(model, join_round.running, join_round.joined)
-            # From here on an error cannot be reported: the other ranks are in their backward.
+            # An error cannot be reported: all ranks know it, or the others are in their backward.
             self._is_reported = True
+            model.exchange_gradients(self._coordinator, join_round.running, join_round.joined)
             model.shadow_backward()
             self._is_reported = False
         else:
             assert optimizer is not None
-            optimizer.take_part(join_round)
+            optimizer.shadow_call(join_round)
 
 
 class JoinableConfig(JoinConfig):
@@ -195,27 +179,15 @@ def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
     for place, joinable in enumerate(joinables):
+        _check_joinable(joinable)
         name = type(joinable).__name__
-        if not isinstance(joinable, Joinable):
-            raise TypeError(f"Join takes joinables, and {name} is none")
-        if any(kind.__module__ == _TORCH_ZERO for kind in type(joinable).__mro__):
-            raise ValueError(
-                "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
-                "zeroshard.ZeroRedundancyOptimizer"
-            )
         if any(joinable is other for other in joinables[:place]):
             raise ValueError(f"the joinable {name} is twice in the list that Join was given")
-        if isinstance(join_config(joinable), JoinableConfig):
-            raise RuntimeError(
-                f"this {name} is in a Join block already, and blocks cannot be nested: leave the outer one first, or "
-                f"put all joinables in one block"
-            )
         if joinable.join_process_group != joinables[0].join_process_group:
             groups = [dist.get_process_group_ranks(each.join_process_group) for each in (joinables[0], joinable)]
             raise ValueError(
-                f"{type(joinables[0]).__name__} works on the ranks {groups[0]} in one process group, and {name} on "
-                f"{groups[1]} in another: give all joinables of a Join block the same process group, or enter a block "
-                f"for each group"
+                f"{type(joinables[0]).__name__} has a process group of the ranks {groups[0]}, and {name} another one, "
+                f"of {groups[1]}: give all joinables of a Join block the same process group"
             )
     models = [each for each in joinables if isinstance(each, DistributedDataParallel)]
     optimizers = [each for each in joinables if isinstance(each, ZeroRedundancyOptimizer)]
@@ -232,8 +204,20 @@ def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
     if models and optimizers and list(joinables).index(optimizers[0]) < list(joinables).index(models[0]):
         own = {param for group in optimizers[0].param_groups for param in group["params"]}
         if not own.isdisjoint(models[0].parameters()):
-            raise ValueError(
-                "the optimizer comes before its model in Join, so a rank without data would step before it has "
-                "gradients: write Join([ddp, optimizer])"
-            )
+            raise ValueError("the optimizer comes before its model in Join: write Join([ddp, optimizer])")
     return RankGroup.of(joinables[0].join_process_group)
+
+
+def _check_joinable(joinable: Joinable) -> None:
+    name = type(joinable).__name__
+    if not isinstance(joinable, Joinable):
+        raise TypeError(f"Join takes joinables, and {name} is none")
+    if any(kind.__module__ == _TORCH_ZERO for kind in type(joinable).__mro__):
+        raise ValueError(
+            "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
+            "zeroshard.ZeroRedundancyOptimizer"
+        )
+    if isinstance(join_config(joinable), JoinableConfig):
+        raise RuntimeError(
+            f"this {name} is in a Join block already, and blocks cannot be nested: put all joinables in one block"
+        )

@@ -1,4 +1,4 @@
-"""Follows the DDP model of a Join context on a rank with data, and takes part for it on a rank without data.
+"""Follows the DDP model of a Join context on a rank with data, and shadows its calls on a rank without data.
 
 A rank without data makes a backward by itself: it reduces buckets of zeros, while the others reduce theirs. If the
 others add to reduced gradients, and average over all ranks, its buckets hold these gradients instead.
@@ -15,44 +15,56 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from zeroshard.join import receive_value, send_value
+from zeroshard_comm import Coordinator, agreed
 from zeroshard_core import is_dense
 
 from zeroshard_integrations import _torch_private
+from zeroshard_integrations.ddp import call_after_ddp
 
 
 class DDPModel:
     """Follows one model on one rank. Only the context uses it.
 
-    Args:
-        ddp: the model, without a communication hook.
-        divides_by_running: whether gradients are averaged over the ranks that still have data, and not over all.
-        begins: called before the first gradient of a backward that reduces.
-
-    Attributes:
-        in_backward: whether a backward of this rank has begun and not ended.
+    It calls ``begin_backward`` before the first gradient of a backward that reduces; the result is the number of ranks
+    that still have data, by which gradients are divided if ``divides_by_running`` is set.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, divides_by_running: bool, begins: Callable[[], object]) -> None:
-        self.ddp, self._divides_by_running, self._begins = ddp, divides_by_running, begins
+    def __init__(
+        self, ddp: DistributedDataParallel, begin_backward: Callable[[DDPModel], int], *, divides_by_running: bool
+    ) -> None:
+        self._ddp, self._begin_backward, self._divides_by_running = ddp, begin_backward, divides_by_running
         self.in_backward = self._reduces = self._has_run = False
         # Gradients from before the block may not have been reduced.
-        self._has_unreduced = bool(self._grads())
+        self._has_unreduced = any(param.grad is not None for param in ddp.module.parameters())
         self._trained: list[nn.Parameter] = []
         self._handle: RemovableHandle | None = None
-        self._watch()
+        self._watch_parameters()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Remove everything that the context has added to the model."""
         if self._handle is not None:
             self._handle.remove()
         if self._divides_by_running:
-            _torch_private.divide_by(self.ddp, None)
+            _torch_private.divide_by(self._ddp, None)
 
-    # ------------------------------------------------------------------ a rank with data
+    def exchange_gradients(self, coordinator: Coordinator, running: Sequence[int], joined: Sequence[int]) -> None:
+        """Send ranks without data the gradients to which a backward adds, or which they keep at the end. Collective."""
+        params, rank = list(self._ddp.module.parameters()), coordinator.ranks.rank
+        with agreed(coordinator, "a backward inside Join"):
+            if rank in running:
+                self._check_reduced()
+        if rank in joined:
+            for param, grad in zip(params, receive_value(coordinator, running[0]), strict=True):
+                param.grad = None if grad is None else grad.to(param.device)
+        elif rank == running[0]:
+            grads = [None if param.grad is None else param.grad.detach() for param in params]
+            for peer in joined:
+                send_value(coordinator, peer, grads)
 
     def check_forward(self) -> None:
         """Raise a RuntimeError if the backward of a forward that begins will not reduce gradients."""
-        if torch.is_grad_enabled() and not self.ddp.require_backward_grad_sync:
+        if torch.is_grad_enabled() and not self._ddp.require_backward_grad_sync:
             raise RuntimeError(
                 "no_sync() is not supported inside Join: let every backward reduce, which adds up to the same "
                 "gradients, or accumulate outside of the block"
@@ -60,12 +72,12 @@ class DDPModel:
 
     def begin_forward(self) -> None:
         """Prepare for the backward of a forward that begins."""
-        self._watch()
+        self._watch_parameters()
         self.in_backward, self._reduces = False, True
 
-    def _watch(self) -> None:
+    def _watch_parameters(self) -> None:
         """Watch the parameters that are trainable now and that DDP does not ignore."""
-        named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
+        named, ignored = self._ddp.module.named_parameters(), self._ddp.parameters_to_ignore
         trained = [param for name, param in named if param.requires_grad and name not in ignored]
         if [*map(id, trained)] == [*map(id, self._trained)]:
             return
@@ -79,39 +91,30 @@ class DDPModel:
         if self.in_backward or not any(map(_is_added_to, self._trained)):
             return
         self._has_run = self.in_backward = True
-        # Run it after DDP's own callbacks.
-        queue = _torch_private.queue_callback
-        queue(lambda: queue(self._end_backward))
+        call_after_ddp(self._end_backward)
         # DDP reduces one backward for all forwards before it.
         reduces, self._reduces = self._reduces, False
         if reduces:
-            self._begins()
+            running = self._begin_backward(self)
+            if self._divides_by_running:
+                _torch_private.divide_by(self._ddp, running)
         self._has_unreduced = not reduces
 
     def _end_backward(self) -> None:
         self.in_backward = False
 
-    def _grads(self) -> list[torch.Tensor]:
-        return [param.grad for param in self.ddp.module.parameters() if param.grad is not None]
-
-    def check_reduced(self) -> None:
-        """Raise a RuntimeError if this rank has gradients that no backward of the block has reduced."""
-        if self._has_unreduced and not all(map(_is_zero, self._grads())):
+    def _check_reduced(self) -> None:
+        grads = [param.grad for param in self._ddp.module.parameters() if param.grad is not None]
+        if self._has_unreduced and not all(map(_is_zero, grads)):
             raise RuntimeError(
                 "a rank has run out of data, and another has gradients that no backward inside Join has reduced, so "
-                "the part of the first one is unknown: they were kept from before the block, or come from a second "
-                "backward over one forward. Call zero_grad() before"
+                "the part of the first one is unknown: call zero_grad() before the block, and backward() once for each "
+                "forward"
             )
 
-    def gradients_to_send(self) -> list[torch.Tensor | None]:
-        """Return the gradients for ranks without data, which then call :meth:`set_gradients`."""
-        return [None if param.grad is None else param.grad.detach() for param in self.ddp.module.parameters()]
-
-    # ------------------------------------------------------------------ a rank without data
-
-    def error(self) -> Exception | None:
-        """Return an error if this rank cannot take part, because DDP has not seen enough of the model; else None."""
-        ddp, found = self.ddp, ""
+    def shadow_error(self) -> ValueError | None:
+        """Return an error if this rank cannot shadow calls, because DDP has not seen enough of the model; else None."""
+        ddp, found = self._ddp, ""
         has_rebuilt = _torch_private.has_rebuilt_buckets(ddp)
         if ddp.static_graph and not has_rebuilt and not self._has_run:
             found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
@@ -119,31 +122,22 @@ class DDPModel:
             found = "waits for the backward of its first forward: leave the loop before that, or after the backward"
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
         sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
-        try:
-            buckets = _torch_private.buckets_of_zeros(ddp.reducer) if sparse else []
-        except RuntimeError:
-            buckets = []
-        if sparse and not (buckets and (has_rebuilt or ddp.find_unused_parameters)):
+        if sparse and not ((has_rebuilt or ddp.find_unused_parameters) and _has_buckets(ddp)):
             found = f"learns in two batches of the sparse gradients of {sparse[0]!r}: give every rank two"
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
-    def set_gradients(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Adopt :meth:`gradients_to_send` of a rank that has data."""
-        for param, value in zip(self.ddp.module.parameters(), values, strict=True):
-            param.grad = None if value is None else value.to(param.device)
-
     def shadow_forward(self, *, with_grad: bool) -> None:
-        """Take part in a forward of the other ranks, without data. Collective."""
-        _torch_private.prepare_forward(self.ddp, with_grad=with_grad)
-        self.ddp.require_forward_param_sync = with_grad
+        """Make a forward of the other ranks, without data. Collective."""
+        _torch_private.prepare_forward(self._ddp, with_grad=with_grad)
+        self._ddp.require_forward_param_sync = with_grad
 
     def shadow_backward(self) -> None:
-        """Take part in a reduction of gradients, and drop those in ``.grad``. Collective."""
-        ddp = self.ddp
+        """Reduce gradients as in a backward of the other ranks, and drop those in ``.grad``. Collective."""
+        ddp = self._ddp
         buckets = _torch_private.buckets_of_zeros(ddp.reducer)
         # Reduced gradients are equal on all ranks, so their mean over all ranks, and only that, is unchanged.
         for bucket in [] if self._divides_by_running else buckets:
-            _fill(bucket, ddp.process_group.size())
+            _fill_bucket(bucket, ddp.process_group.size())
         works = [_torch_private.run_comm_hook(ddp.reducer, bucket) for bucket in buckets]
         if ddp.find_unused_parameters:
             # A parameter that no rank uses keeps its gradient.
@@ -169,7 +163,15 @@ def _is_added_to(param: torch.Tensor) -> bool:
         return False
 
 
-def _fill(bucket: GradBucket, share: int) -> None:
+def _has_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return True if DDP can make buckets of zeros, which it cannot before the first sparse gradients."""
+    try:
+        return bool(_torch_private.buckets_of_zeros(ddp.reducer))
+    except RuntimeError:
+        return False
+
+
+def _fill_bucket(bucket: GradBucket, share: int) -> None:
     """Copy gradients, divided by ``share``, into a bucket of zeros."""
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout is not torch.strided:
