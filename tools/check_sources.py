@@ -35,7 +35,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1820),
     "zeroshard_comm": Ceiling(2979),
     "zeroshard": Ceiling(9206, "the command zeroshard plan is counted with it"),
-    "zeroshard_integrations": Ceiling(1439),
+    "zeroshard_integrations": Ceiling(1366),
     "zeroshard_testing": Ceiling(7180, "the emulated device is counted with it"),
 }
 

@@ -115,8 +115,7 @@ class ZeroShardPlugin:
 def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool = True) -> None:
     """Register the hook for the optimizer that has a model's parameters. No-op if Accelerate has not wrapped the model.
 
-    Raises:
-        TypeError: if several optimizers have its parameters.
+    Raises a TypeError if several optimizers have its parameters.
     """
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.

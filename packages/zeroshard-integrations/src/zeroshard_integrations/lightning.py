@@ -1,9 +1,9 @@
 """``strategy="ddp_zeroshard"`` for Lightning's Trainer and for Fabric; importing this module registers it with both.
 
 Lightning's own strategies also train with a sharded optimizer, but ``"ddp"`` all-reduces every gradient. This strategy
-calls :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`, so each gradient is sent only to its owner, and
-refuses to save a checkpoint that lacks values of other ranks before it opens a file. Clipping, precision and
-checkpoints are Lightning's own: it consolidates an optimizer's state to rank 0 before it saves.
+calls :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`, so each gradient is sent only to its owner. Before
+it opens a file, it refuses a checkpoint that lacks values of other ranks. Clipping, precision and checkpoints are
+Lightning's own: it consolidates an optimizer's state to rank 0 before it saves.
 """
 
 from __future__ import annotations
@@ -60,29 +60,21 @@ class ZeroShardStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 rank_zero_info(_describe_state(optimizer))
 
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: Any,  # noqa: ANN401 - Lightning's type is private
-        storage_options: Any = None,  # noqa: ANN401 - passed on
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
         """Save a checkpoint on rank 0, as Lightning does, unless it lacks values of other ranks. Collective.
 
         Raises:
             RuntimeError: on every rank, before a file is opened, if the checkpoint lacks values.
         """
         _check_saved(self, checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
 
 class FabricZeroShardStrategy(FabricDDPStrategy):
     """DistributedDataParallel for Fabric, with gradients sent only to their owners.
 
-    ``fabric.setup(model, optimizer)`` receives the model and its optimizer together.
-
-    Args:
-        norms: whether ranks exchange the 2-norms of gradients, as for :class:`ZeroShardStrategy`.
-        **options: the options of Fabric's ``DDPStrategy``, which passes unknown ones to DistributedDataParallel.
+    ``fabric.setup(model, optimizer)`` receives the model and its optimizer together. Arguments are ``norms``, as for
+    :class:`ZeroShardStrategy`, and the options of Fabric's ``DDPStrategy`` and of DistributedDataParallel.
     """
 
     def __init__(self, *, norms: bool = True, **options: Any) -> None:  # noqa: ANN401 - passed on
@@ -106,22 +98,14 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
         return (ddp, optimizers, *scheduler)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:  # noqa: ARG002 - Fabric's signature
-        """Refuse an optimizer without its model.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse an optimizer without its model, by a RuntimeError."""
         raise RuntimeError(
             f"strategy={NAME!r} sets up a model and its optimizers together: call fabric.setup(model, optimizer), and "
             f"not setup_module() and setup_optimizers()"
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
-        """Save a checkpoint on rank 0, as Fabric does, unless it lacks values of other ranks. Collective.
-
-        Raises:
-            RuntimeError: on every rank, before a file is opened, if the checkpoint lacks values.
-        """
+        """Save a checkpoint as Fabric does, if :meth:`ZeroShardStrategy.save_checkpoint` would save it. Collective."""
         _check_saved(self, state)
         super().save_checkpoint(path, state, *args, **kwargs)
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.training_args import ParallelMode
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 
 from zeroshard_integrations.accelerate import ParamGroups, call_param_groups, check_parallelism, reduce_to_owners
 
 
-class ZeroShardTrainerMixin:
+class ZeroShardTrainerMixin(Trainer):
     """Shards the optimizer of a ``Trainer`` class, which comes after it in the list of bases.
 
     The Trainer builds the optimizer that ``TrainingArguments`` or ``optimizer_cls_and_kwargs`` name, with its groups
@@ -44,17 +44,11 @@ class ZeroShardTrainerMixin:
     """
 
     sharding_options: ClassVar[Mapping[str, Any]] = {}
-
-    # Attributes of the Trainer.
-    args: TrainingArguments
-    model: nn.Module
-    model_wrapped: nn.Module
-    optimizer: Optimizer | None
     optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None
 
     def __init__(self, *arguments: Any, param_groups: ParamGroups | None = None, **options: Any) -> None:  # noqa: ANN401 - the Trainer's
         super().__init__(*arguments, **options)
-        check_parallelism(self.accelerator)  # type: ignore[attr-defined]  # of the Trainer, whose type is unknown here
+        check_parallelism(self.accelerator)
         if self.args.save_on_each_node:
             raise ValueError(
                 "save_on_each_node=True writes the optimizer's state on every node, and ZeroShardTrainer gathers it on "
@@ -70,26 +64,16 @@ class ZeroShardTrainerMixin:
                 f"ZeroRedundancyOptimizer, or let the Trainer build the optimizer"
             )
         self._param_groups = param_groups
-        self.add_callback(_RegisterHook(self))  # type: ignore[attr-defined]  # as above
+        self.add_callback(_RegisterHook(self))
 
     def create_optimizer(self, *arguments: Any) -> Optimizer:  # noqa: ANN401 - one since transformers 5.2, none before
-        """Build the optimizer as the Trainer does, and shard it.
-
-        Args:
-            *arguments: the Trainer's arguments.
-
-        Returns:
-            The optimizer.
-
-        Raises:
-            ValueError: if its class cannot be sharded.
-        """
+        """Build the optimizer as the Trainer does, and shard it; raise a ValueError if its class cannot be sharded."""
         given = self.optimizer_cls_and_kwargs
         if self._is_distributed and self.optimizer is None:
-            found = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+            found = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer_cls_and_kwargs = self._sharded(*found)
         try:
-            built: Optimizer = super().create_optimizer(*arguments)  # type: ignore[misc]
+            built: Optimizer = super().create_optimizer(*arguments)
         finally:
             # Another call of train() may build the optimizer again.
             self.optimizer_cls_and_kwargs = given
@@ -102,7 +86,7 @@ class ZeroShardTrainerMixin:
             optimizer.consolidate_state_dict()
             if self.args.should_save:
                 check_whole(optimizer.state_dict())
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        super()._save_optimizer_and_scheduler(output_dir)
 
     @property
     def _is_distributed(self) -> bool:
@@ -128,7 +112,7 @@ class ZeroShardTrainerMixin:
         return ZeroRedundancyOptimizer, {"optimizer_class": optimizer_class, **options}
 
 
-class ZeroShardTrainer(ZeroShardTrainerMixin, Trainer):
+class ZeroShardTrainer(ZeroShardTrainerMixin):
     """The ``Trainer`` with a sharded optimizer. See :class:`ZeroShardTrainerMixin`."""
 
 
