@@ -79,7 +79,12 @@ class Coordinator:
     made for it. With torch's ``fake`` backend nothing is sent, and an agreement raises only the error of this rank.
 
     One thread at a time may call methods of all objects of this class on one process group. Their argument
-    ``operation`` names the operation of the ranks, for errors. They raise :class:`PeerLostError` if a rank is gone.
+    ``operation`` names the operation of the ranks, for errors. They raise :class:`PeerLostError` if a rank is gone, and
+    :class:`RuntimeError` if they find another thread in one of them.
+
+    Args:
+        ranks: the group whose ranks agree.
+        traffic: counts bytes and time spent waiting, as kind ``"control"``; a new counter if None.
 
     Attributes:
         is_single_rank: True if no other rank can answer: there is one rank, or the backend moves no data.
@@ -131,6 +136,7 @@ class Coordinator:
 
         Raises:
             DisagreementError: if ranks are in different operations, or their digests differ.
+            PeerLostError: if a rank is gone.
             RuntimeError: if another thread is in an agreement of this process group.
             Exception: if a rank passed an error. It has the same built-in type, and a message that names the rank; on
                 that rank the error is its cause.
@@ -268,7 +274,12 @@ class Coordinator:
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:
-    """Check that every rank of ``group``, by default the default group, has the same plan and settings. Collective.
+    """Check that every rank of a group has the same plan and settings. Collective.
+
+    Args:
+        plan: the plan of this rank.
+        group: the process group; the default group if None.
+        settings: further values by name, which must be equal on all ranks; none if None.
 
     Raises:
         DisagreementError: on every rank, naming the first difference and the ranks that differ.
@@ -287,7 +298,12 @@ def check_config(
 ) -> None:
     """Check that every rank has the same configuration. Collective.
 
-    ``error`` is the error of this rank, and ``once`` has settings of this call alone, which must be equal, too.
+    Args:
+        coordinator: agrees on the process group.
+        operation: the operation that this rank is about to begin, which must be the same on all ranks.
+        config: the configuration of this rank.
+        error: the error of this rank; None if it has none.
+        once: settings of this call alone, which must be equal on all ranks, too; none if None.
 
     Raises:
         Exception: as :meth:`Coordinator.agree`.
@@ -318,6 +334,11 @@ class Proposal:
 @contextmanager
 def agreed(coordinator: Coordinator, operation: str, explain: Explain = explain_configs) -> Iterator[Proposal]:
     """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
+
+    Args:
+        coordinator: agrees on the process group.
+        operation: the operation of the block, which must be the same on all ranks.
+        explain: as for :meth:`Coordinator.agree`; by default, the details are configurations.
 
     Yields:
         The proposal of this rank, which the block may set.

@@ -121,10 +121,16 @@ def _finish_all(unfinished: list[Callable[[], None]], traffic: Traffic, kind: st
 
 
 class CollectiveReducer(GradientReducer):
-    """Reduces one bucket by collectives, which all ranks of the group issue in one order.
+    """Reduces one bucket by collectives.
 
-    ``runs`` are ranges of elements of the bucket and their owners, in bucket order. Elements between them have no
-    owner. ``like`` has the dtype and device of the bucket. ``matrix`` has the runs that are sent by reduce-scatter.
+    Args:
+        ranks: a group on which all ranks issue collectives in one order.
+        traffic: counts bytes and time spent waiting, as kind ``"reduce"``.
+        runs: ranges of elements of the bucket with their owners, in order; equal on all ranks. Gaps have no owner.
+        like: a bucket, or any tensor of its dtype and device.
+
+    Attributes:
+        matrix: the runs that are sent by reduce-scatter.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic, runs: Sequence[Run], like: torch.Tensor) -> None:
@@ -213,7 +219,10 @@ class _CollectiveWork(BucketReduceWork):
 
 
 class CollectiveBroadcaster(ParameterBroadcaster):
-    """Sends segments by all-gathers and broadcasts, which all ranks of the group issue in one order."""
+    """Sends segments by all-gathers and broadcasts, which all ranks of the group issue in one order.
+
+    The arguments are as for :class:`ParameterBroadcaster`.
+    """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic) -> None:
         super().__init__(ranks, segments, traffic)

@@ -52,7 +52,14 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
 
 
 def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
-    """Return a PeerLostError of this rank for an error of the backend; ``peer`` is None if it is unknown."""
+    """Return a PeerLostError that names the peer, for an error of the backend.
+
+    Args:
+        failure: the error of the backend.
+        peer: group rank of the lost rank; None if unknown.
+        rank: group rank of this process.
+        operation: the operation of the ranks.
+    """
     who, whose = ("another rank", "the other ranks'") if peer is None else (f"rank {peer}", "its")
     # The next lines are a stack trace.
     said = str(failure).partition("\n")[0] or type(failure).__name__

@@ -75,7 +75,7 @@ class GradientReducer(ABC):
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the 1-D view that holds the mean of a range of this rank after :meth:`BucketReduceWork.finish`.
 
-        ``start`` and ``stop`` are elements of ``buffer``, which is the bucket, 1-D.
+        The range has the elements from ``start`` up to, but not including, ``stop`` of ``buffer``, the 1-D bucket.
         """
         return buffer[start:stop]
 
@@ -96,7 +96,10 @@ class ParameterBroadcaster(ABC):
     All methods are collective: every rank calls them in the same order. They raise :class:`PeerLostError` if a rank is
     gone. Segments may be in use until :meth:`wait` has returned.
 
-    The buffers of the segments are all on one device. Ranks must agree on the list first; only addresses may differ.
+    Args:
+        ranks: the group of the owners.
+        segments: their buffers are all on one device. Ranks must agree on the list first; only addresses may differ.
+        traffic: counts bytes and time spent waiting, as kind ``"broadcast"``.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic) -> None:

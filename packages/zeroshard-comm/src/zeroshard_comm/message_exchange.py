@@ -33,10 +33,14 @@ receive only after all data that this rank is sending it."""
 
 
 class MessageReducer(GradientReducer):
-    """Reduces one bucket by messages, on a group whose backend matches messages by tag.
+    """Reduces one bucket by messages.
 
-    ``runs`` are ranges of elements of the bucket and their owners, in bucket order. Elements between them have no
-    owner. The bucket is on the CPU.
+    Args:
+        ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
+        runs: ranges of elements of the bucket with their owners, in order; equal on all ranks. Gaps have no owner.
+        dtype: the dtype of the bucket, which is on the CPU.
+        window: posts the receives of gradients, and has their tag, which is equal on all ranks.
+        traffic: counts bytes and time spent waiting, as kind ``"reduce"``.
     """
 
     def __init__(
@@ -216,9 +220,14 @@ def mean_in_rank_order(
 
 
 class MessageBroadcaster(ParameterBroadcaster):
-    """Sends each segment to every peer, small ones packed, on a group whose backend matches messages by tag.
+    """Sends each segment to every peer, small ones packed.
 
-    Broadcasters that ranks do not use in the same order need different ``tags``; see `GroupContext.allocate_tags`.
+    Args:
+        ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
+        segments: as for :class:`ParameterBroadcaster`.
+        traffic: as for :class:`ParameterBroadcaster`.
+        tags: offset of the tags, equal on all ranks. Broadcasters that ranks do not use in the same order need
+            different ones, see :meth:`GroupContext.allocate_tags`.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic, tags: int = 0) -> None:

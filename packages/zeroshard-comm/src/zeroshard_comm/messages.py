@@ -30,9 +30,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A send or a receive in flight, which may use its buffer until :meth:`wait` has returned.
+    """A send or a receive in flight.
 
-    ``work`` is what torch returned: None for its fake backend.
+    Attributes:
+        ranks: the process group.
+        peer: group rank of the other end.
+        work: what torch returned; None for its fake backend.
+        buffer: the tensor to send or to fill, which may be in use until :meth:`wait` has returned.
     """
 
     ranks: RankGroup
@@ -41,9 +45,14 @@ class Message:
     buffer: torch.Tensor
 
     def wait(self, operation: str, timeout: timedelta | None = None) -> None:
-        """Wait until the buffer is filled, or may be changed. Raises PeerLostError if the backend reports any failure.
+        """Wait until the buffer is filled, or may be changed.
 
-        When the timeout passes, by default the one of the group, gloo closes all connections of the group.
+        Args:
+            operation: the operation of the ranks, for errors.
+            timeout: the timeout of the group if None. When it passes, gloo closes all connections of the group.
+
+        Raises:
+            PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
         """
         limit = timeout or self.ranks.timeout
         try:
@@ -54,7 +63,18 @@ class Message:
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Send a contiguous tensor, on a backend that matches messages by tag. Raises PeerLostError if a rank is gone."""
+    """Send a tensor.
+
+    Args:
+        ranks: the process group; its backend matches messages by tag (gloo, CPU tensors).
+        peer: group rank of the receiver.
+        buffer: a contiguous tensor.
+        tag: the tag of the message. Messages with one tag between two ranks are matched in order.
+        operation: the operation of the ranks, for errors.
+
+    Raises:
+        PeerLostError: if the peer is gone.
+    """
     try:
         return Message(ranks, peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag), buffer)
     except RuntimeError as failure:
@@ -62,9 +82,12 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
 
 
 def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Receive a tensor, which has the length of the tensor sent. Raises PeerLostError if the peer is gone.
+    """Receive a tensor, which has the length of the tensor sent. The arguments are as for :func:`send`.
 
     Post receives before sends: gloo starts a send only once its receive is posted.
+
+    Raises:
+        PeerLostError: if the peer is gone.
     """
     try:
         return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag), buffer)

@@ -135,8 +135,11 @@ class RankGroup:
     def private_group(self, backend: str, purpose: str) -> RankGroup:
         """Return a group of the same ranks with the same timeout, for the caller's operations alone.
 
-        The first call for a ``purpose`` and a ``backend``, such as ``"nccl"``, makes it. That is a collective among
-        only these ranks.
+        The first call for a backend and a purpose makes it. That is a collective among only these ranks.
+
+        Args:
+            backend: the backend of the new group, such as ``"nccl"``.
+            purpose: the use of the group; each purpose has a group of its own.
 
         Raises:
             PeerLostError: if not all ranks connect.
@@ -164,6 +167,9 @@ class RankGroup:
         Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If the
         error is a PeerLostError, this also aborts this rank's operations on backends other than gloo, once. They wait
         for the lost rank, and user code that reads a result would wait for them, until the backend's own timeout.
+
+        Args:
+            error: the reason, which later errors of this rank quote.
         """
         context = self.context
         if context.closed:

@@ -49,7 +49,12 @@ class Transport:
 
 
 def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int) -> Transport:
-    """Choose the fastest transport for buckets on a device, given the bytes of all parameters. Collective.
+    """Choose the fastest transport for buckets on a device. Collective.
+
+    Args:
+        coordinator: agrees on the process group.
+        device: the device of parameters and buckets; the same type on all ranks.
+        nbytes: size of all parameters, in bytes; equal on all ranks.
 
     Raises:
         RuntimeError: if the group has no backend for the device.
@@ -84,9 +89,12 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
 def choose_broadcaster(
     coordinator: Coordinator, segments: Sequence[Segment], device: torch.device
 ) -> ParameterBroadcaster:
-    """Choose the fastest broadcaster of segments on ``device``, for the thread that calls a step. Collective.
+    """Choose the fastest broadcaster of segments, for the thread that calls a step. Collective.
 
-    Peers may read the segments until the ranks agree once more.
+    Args:
+        coordinator: agrees on the process group.
+        segments: as for :class:`ParameterBroadcaster`. Peers may read them until the ranks agree once more.
+        device: the device of the segments; the same type on all ranks.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
@@ -115,6 +123,10 @@ def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
     This is the group itself if its backend runs collectives in the order of issue, as backends that coalesce them do: a
     second group on one device could wait for the first, would cost memory, and would not have its options. With any
     other backend, a group is made once per process group. A single rank, or a backend that moves no data, needs none.
+
+    Args:
+        ranks: the process group.
+        device: the device of the tensors of these collectives.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.

@@ -61,6 +61,12 @@ Place = Callable[[int, Any], Sequence[torch.Tensor]]
 def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operation: str) -> None:
     """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
+    Args:
+        coordinator: agrees on the process group, which has several ranks and a backend that moves data.
+        peer: group rank of the receiver.
+        manifest: the description and the tensors to send.
+        operation: the operation of the ranks, for errors.
+
     Raises:
         TypeError: if the description is not JSON-serialisable. Nothing has been sent then.
         PeerLostError: if the receiver is gone.
@@ -74,7 +80,11 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
 def receive_values(coordinator: Coordinator, source: int, place: Place, operation: str) -> None:
     """Receive the tensors that :func:`send_values` sends.
 
-    ``place`` is called with the group rank of the sender and its description; it returns buffers as in :func:`gather`.
+    Args:
+        coordinator: as for :func:`send_values`.
+        source: group rank of the sender.
+        place: called with the sender and its description; returns the buffers, as for :func:`gather`.
+        operation: the operation of the ranks, for errors.
 
     Raises:
         DisagreementError: if the buffers have other sizes than the tensors.
@@ -90,9 +100,15 @@ def gather(
 ) -> None:
     """Send the JSON and the tensors of all ranks to ``target``, which copies its own tensors. Collective.
 
-    The target calls ``place`` once per rank, in rank order, with the rank and its description. It returns one 1-D
-    contiguous CPU tensor per tensor of that rank, with the same number of bytes. All ranks agree between the texts and
-    the bytes, so if the target lacks memory, every rank raises.
+    All ranks agree between the texts and the bytes, so if the target lacks memory, every rank raises.
+
+    Args:
+        coordinator: agrees on the process group; the data is sent on its channel.
+        manifest: the description and the tensors of this rank.
+        target: group rank of the receiver, equal on all ranks.
+        place: called on the target once per rank, in rank order, with the rank and its description; returns one 1-D
+            contiguous CPU tensor per tensor of that rank, with the same number of bytes.
+        operation: the operation of the ranks, for errors.
 
     Raises:
         RuntimeError: with several ranks on the ``fake`` backend, which moves no data.
@@ -125,7 +141,11 @@ def gather(
 
 
 def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
-    """Send a compressed text of every rank to all ranks, and return the texts in rank order. Collective."""
+    """Send a compressed text of every rank to all ranks, and return the texts in rank order. Collective.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
     packed = zlib.compress(text.encode())
     sizes = [row[0] for row in coordinator.gather_ints([len(packed)], operation)]
     padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
