@@ -13,6 +13,7 @@ from zeroshard.local.shard import LocalShard
 from zeroshard.plan.layout import label_in
 from zeroshard.state.listing import PartialState
 from zeroshard.state.metadata import StateMetadata
+from zeroshard.state.placeholder import TensorWithoutValues
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -154,6 +155,11 @@ class _OthersEntries(PartialState):
 
     title = "this parameter"
 
+    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
+        # Frameworks move the tensors of a state to a device, and write them back.
+        if not isinstance(value, TensorWithoutValues):
+            self._refuse()
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
             f"the optimizer state of {self.title} belongs to other ranks, and its entries cannot be changed on this "
@@ -161,4 +167,4 @@ class _OthersEntries(PartialState):
             f"change optimizer.optim.state on every rank, which has this rank's own entries"
         )
 
-    __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = _refuse
+    __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = _refuse
