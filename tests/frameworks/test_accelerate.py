@@ -296,6 +296,7 @@ def test_two_models_have_an_optimizer_each():
             accelerator.backward(second(first(torch.ones(4, 8) * (1 + accelerator.process_index))).square().mean())
             for optimizer in optimizers[: 1 + number % 2]:
                 optimizer.step()
+            for optimizer in optimizers:
                 optimizer.zero_grad()
         return [param for model in built for param in model.parameters()]
 
