@@ -149,6 +149,19 @@ def test_what_comes_between_a_backward_that_has_stepped_and_its_step_is_refused(
 
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
+def test_a_learning_rate_in_a_tensor_that_changes_after_the_backward(hook: str) -> None:
+    twins = Twins(hook, process_group=group_of())
+    twins.iterate(0)
+    rate = twins.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 1)
+    rate.mul_(0.5)
+    with pytest.raises(RuntimeError, match=f"a hyperparameter was changed after the backward.*{TOLD}"):
+        twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
 @pytest.mark.parametrize("when", ["before the backward", "after the step"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_may_be_dropped_before_a_backward_and_after_its_step(
