@@ -85,7 +85,7 @@ def test_the_example_logs_norms_traffic_and_bytes_of_state(rank: int) -> None:
         # The larger weight, of 100 x 300 elements, and the other three together: each rank keeps two values for each.
         assert last["zeroshard/state_bytes"] in {2 * 4 * 30_000 + 4, 2 * 4 * 3_310 + 3 * 4}
         assert last["zeroshard/reduce_bytes_sent"] == 20 * first["zeroshard/reduce_bytes_sent"]
-        assert {"grad_norm", "grad_norm/0.weight", "zeroshard/share_seconds_waited"} <= last.keys()
+        assert {"grad_norm", "grad_norm/0.weight", "zeroshard/broadcast_seconds_waited"} <= last.keys()
 
 
 def test_tensorboard_takes_what_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

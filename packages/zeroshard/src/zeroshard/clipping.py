@@ -22,18 +22,9 @@ def clip_over_ranks(
 ) -> tuple[torch.Tensor, float | torch.Tensor | None]:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    The host does not wait for an accelerator, unless ``error_if_nonfinite`` asks for the norm.
-
-    Args:
-        coordinator: the channel of the ranks' agreements.
-        owned_gradients: returns this rank's parts of all gradients, or raises an error, which every rank raises.
-        first: the first parameter; the norm has its dtype and device.
-        max_norm: the largest norm that is not scaled down; the same on all ranks.
-        norm_type: the p of the p-norm; the same on all ranks.
-        error_if_nonfinite: whether a norm that is infinite or NaN raises.
-
-    Returns:
-        The norm before clipping, and the factor by which gradients were scaled; None if they were not.
+    The host does not wait for an accelerator, unless ``error_if_nonfinite`` asks for the norm. ``owned_gradients``
+    returns this rank's parts of all gradients, or raises an error, which every rank raises. Returns the norm before
+    clipping, in the dtype and on the device of the ``first`` parameter, and the factor; None if nothing was scaled.
     """
     parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device=first.device)
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from zeroshard.guard import Guard
 
 
 class EarlySteps:
-    """Counts the backwards that have stepped.
-
-    Args:
-        guard: :meth:`accept_step` sets its ``refused`` before it raises.
-        has_new_hyperparameters: says whether a hyperparameter was changed since the last step.
-    """
+    """Counts the backwards that have stepped."""
 
     def __init__(self, guard: Guard, has_new_hyperparameters: Callable[[], bool]) -> None:
         self._guard, self._has_new_hyperparameters = guard, has_new_hyperparameters
@@ -22,11 +16,10 @@ class EarlySteps:
         self._unstepped = ""
         """The reason why the last backward failed to step; empty if it did not fail."""
 
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Record the step that a backward makes in the block."""
+    def make_step(self, step: Callable[[], object]) -> None:
+        """Make the step of a backward, and record whether it has succeeded."""
         try:
-            yield
+            step()
         except BaseException as raised:
             self._unstepped = f"the last backward has not stepped: {raised}"
             raise
@@ -47,13 +40,8 @@ class EarlySteps:
     def accept_step(self, changed: str, edited: str, *, has_gradients: bool) -> None:
         """Accept a call of ``step()`` if one backward has stepped, and the loop has changed nothing that it uses.
 
-        Args:
-            changed: the name of a tensor whose gradient the loop has removed or zeroed since; empty without one.
-            edited: the name of a tensor whose state was edited since; empty without one.
-            has_gradients: whether a parameter has a gradient of a backward.
-
-        Raises:
-            RuntimeError: if not. Further steps raise it too, until a state is loaded.
+        ``changed`` and ``edited`` name a tensor whose gradient, or whose state, the loop has changed since. If this
+        raises a RuntimeError, further steps raise it too, until a state is loaded.
         """
         backwards, self._backwards = self._backwards, 0
         found = ""
@@ -71,8 +59,7 @@ class EarlySteps:
             self._guard.refused = (
                 f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
                 f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters, gradients and state "
-                f"after step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters differ from a "
-                f"run without sharding: load a state before you go on"
+                f"after step(); or use reduce_to_owner_hook. Parameters have wrong values: load a state"
             )
             raise RuntimeError(self._guard.refused)
 

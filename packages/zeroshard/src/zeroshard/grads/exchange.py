@@ -4,22 +4,19 @@ Buckets are sent in the order in which they arrive. A worker thread finishes eac
 that it overlaps with backward. If a transport needs the same order on all ranks, the thread that runs backward finishes
 reductions: after the last bucket, or one bucket later if each is stepped as soon as it is reduced.
 
-Messages of a bucket contain only gradients. At the end of each backward all ranks agree that it was the same backward
-with the same buckets. They exchange which tensors have gradients only if a rank lacks one. A hook that steps bucket by
-bucket changes the order of operations, so all ranks agree to do so at the first bucket.
+At the end of each backward all ranks agree that it was the same backward with the same buckets. They exchange which
+tensors have gradients only if a rank lacks one. A hook that steps bucket by bucket changes the order of operations, so
+all ranks agree to do so at the first bucket.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,23 +26,20 @@ from zeroshard_comm import BucketReduceWork, Coordinator, agreed
 
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.changes import Seen
-from zeroshard.grads.bucket import Bucket, BucketState, Rest
+from zeroshard.grads.bucket import Bucket, BucketState
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradNorms
-from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.table import GradTable
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
-from zeroshard.plan.layout import Layout, label_in
+from zeroshard.plan.layout import Layout
 
 _Reduced = Future[torch.Tensor]
 _PATIENCE = 5.0
 """Seconds for which a rank with an incomplete backward waits for slower ranks."""
-
-_END = "the end of backward()"
 
 
 class StepMode(Enum):
@@ -65,11 +59,9 @@ class StepMode(Enum):
 class StepCalls:
     """The functions that step during backward and check the loop. They do not keep the optimizer alive.
 
-    Attributes:
-        look: looks at the model; the argument is True when a backward begins, and False when it ends.
-        step: makes the step that ends a backward, given the result of ``look`` or None. Collective.
-        has_new_hyperparameters: says whether a hyperparameter was changed since the last step.
-        edited_state: names a tensor whose state was edited since the last step; empty if none is known.
+    ``look`` looks at the model, with True when a backward begins. ``step`` makes the step that ends a backward, given
+    the result of ``look`` or None; it is collective. ``has_new_hyperparameters`` says whether one was changed since the
+    last step. ``edited_state`` names a tensor whose state was edited since then; empty if none is known.
     """
 
     look: Callable[[bool], Seen]
@@ -98,7 +90,7 @@ class GradExchange:
     Attributes:
         table: the state of each gradient.
         buckets: the buckets of the last backward.
-        in_backward: whether a backward is producing buckets.
+        is_receiving: whether a backward has begun to hand over its buckets, and was not ended yet.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
         uses_all: whether every backward makes a gradient for every parameter; if not, no bucket is stepped before the
             last one is reduced. The function that registers a hook sets it.
@@ -125,18 +117,16 @@ class GradExchange:
             device = common_device(local.params, layout)
             if not isinstance(norms, bool):
                 raise ValueError(
-                    f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False; "
-                    f"optimizer.clip_grad_norm_() takes every order"
+                    f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False"
                 )
         steps_early = mode is not StepMode.IN_STEP
-        takes_norms = norms and not steps_early
-        self.table = GradTable(GradNorms(coordinator, device, takes_norms=takes_norms, steps_early=steps_early))
+        self.table = GradTable(GradNorms(coordinator, device, takes_norms=norms, steps_early=steps_early))
         self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
-        self.in_backward = self._may_step = self._steps_buckets = False
+        self.is_receiving = self._may_step = self._steps_buckets = False
         self.uses_all = True
         self._seen: Seen | None = None
         self.early_steps = EarlySteps(guard, calls.has_new_hyperparameters) if steps_early else None
@@ -145,15 +135,13 @@ class GradExchange:
         """Prepare for a forward in which DDP rebuilds its buckets, and copies ``param.grad``."""
         # The forward before may have been interrupted.
         self.table.show()
-        if not self.in_backward:
+        if not self.is_receiving:
             self.buckets.release_replaced()
         self.table.hide()
 
     def end_forward(self) -> None:
         """Undo :meth:`begin_forward`; no-op without it."""
         self.table.show()
-
-    # ------------------------------------------------------------------ a backward
 
     @disable_dynamo
     def begin(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None) -> Future[torch.Tensor]:
@@ -175,22 +163,44 @@ class GradExchange:
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         self._guard.check_broken()
-        bucket = self._numbered(bucket)
+        with self._marked_broken():
+            bucket = self._numbered(bucket)
         if bucket.index == 0:
             self._guard.check_capture(bucket.params, self._local.plan)
             self.table.begin()
-        try:
+        with self._marked_broken():
             return self._send(bucket, reduce)
+
+    @contextmanager
+    def _marked_broken(self) -> Iterator[None]:
+        """Refuse all further calls after an error in the block."""
+        try:
+            yield
         except BaseException as error:
             self._guard.mark_broken(error)
             raise
 
+    def _numbered(self, bucket: Bucket) -> Bucket:
+        """Number a bucket by its arrival, because DDP numbers all of them 0 in the first backward of a static graph."""
+        before = self.buckets.arrived
+        if not self.is_receiving or (0 < bucket.index == len(before) and not before[-1].is_last):
+            return bucket
+        seen = {param for other in before for param in other.params}
+        if not seen.isdisjoint(bucket.params):
+            raise RuntimeError("an earlier backward did not come to its end on this rank")
+        if not before or before[-1].is_last or bucket.index not in (0, len(before)):
+            raise RuntimeError(
+                "buckets of two models arrive in one backward: each model needs an optimizer and a backward of its own"
+            )
+        return replace(bucket, index=len(before), announced=bucket.index)
+
     def _send(self, bucket: Bucket, reduce: Callable[[], _Reduced] | None) -> _Reduced:
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
-            self._look_early()
-            self.in_backward = True
-        state = self.buckets.take(bucket, reduces=reduce is None)
+            if self.mode.is_interleaved:
+                self._decide_early_steps()
+            self.is_receiving = True
+        state = self.buckets.record_bucket(bucket, reduces=reduce is None)
         self.table.launch(state.tensors)
         # From now on the other hook may write to the bucket in a thread. `beside` comes after what the hook queues now:
         # if its future has no devices, waiting for the future orders no stream.
@@ -204,10 +214,10 @@ class GradExchange:
         # A bucket without its own number may be the last one, after which DDP waits for all.
         is_last = bucket.is_last or bucket.announced != bucket.index
         leave = 0 if is_last else 1 if self.mode.is_interleaved else None
-        self._queue.add(partial(self._finish, state, work, result, done), work, leave=leave)
+        self._queue.add(partial(self._finish_bucket, state, work, result, done), work, leave=leave)
         return done
 
-    def _finish(
+    def _finish_bucket(
         self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None, done: _Reduced
     ) -> None:
         """Finish the reduction of one bucket, and step it if buckets are stepped one by one."""
@@ -215,11 +225,12 @@ class GradExchange:
         assert buffer is not None
         try:
             if guard.broken is None:
-                with record_function(f"zeroshard::reduce bucket {state.index}"):
-                    self._take_in(state, work, result)
-        except BaseException as error:
-            guard.mark_broken(error)
-            raise
+                with self._marked_broken(), record_function(f"zeroshard::reduce bucket {state.index}"):
+                    if work is not None:
+                        work.finish()
+                    if result is not None:
+                        state.replace(result.wait(), self._queue.keep)
+                    self.table.norms.compute(state, self._queue.keep)
         finally:
             # Even after an error, which the end of backward raises: DDP would wait forever.
             done.set_result(buffer)
@@ -230,13 +241,6 @@ class GradExchange:
                 self._may_step = state.failure is None
             with record_function(f"zeroshard::broadcast bucket {state.index}"):
                 state.broadcast.send()
-
-    def _take_in(self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None) -> None:
-        if work is not None:
-            work.finish()
-        if result is not None:
-            state.replace(result.wait(), self._queue.keep)
-        self.table.norms.take(state, self._queue.keep)
 
     @disable_dynamo
     def end(self) -> None:
@@ -252,44 +256,6 @@ class GradExchange:
         if self.early_steps is not None:
             self._step(self.early_steps)
 
-    def _end_reductions(self) -> None:
-        failure = None
-        try:
-            try:
-                with record_function("zeroshard::wait for gradients"):
-                    self._queue.drain()
-            except Exception as error:  # noqa: BLE001 - the agreement raises any error on every rank
-                failure = error
-            with record_function("zeroshard::agree"):
-                present = self._agree_on_backward(failure)
-            self.buckets.end()
-            for state, of_state in zip(self.buckets.arrived, present, strict=True):
-                self.table.finish(state, of_state)
-            with record_function("zeroshard::norms"):
-                self.table.norms.exchange()
-        except BaseException as error:
-            self._guard.mark_broken(error)
-            raise
-        finally:
-            self.in_backward = False
-
-    def _agree_on_backward(self, error: Exception | None) -> list[tuple[bool, ...]]:
-        """Agree that all ranks end the same backward. Return by bucket which gradients exist on any rank. Collective.
-
-        Raises:
-            DisagreementError: if a rank was in another backward, or had other buckets.
-            Exception: an error of any rank in this backward.
-        """
-        coordinator, arrived = self._coordinator, self.buckets.arrived
-        done = json.dumps([self._backwards, [state.length for state in arrived]])
-        present = [state.present for state in arrived]
-        lacks_some, digest = not all(map(all, present)), zlib.crc32(done.encode())
-        explain = _explain_backwards
-        if coordinator.agree(_END, digest, error=error, detail=lambda: done, explain=explain, flag=lacks_some):
-            bits = iter(coordinator.any_of([*chain.from_iterable(present)], _END))
-            present = [tuple([next(bits) for _ in of_state]) for of_state in present]
-        return present
-
     @disable_dynamo
     def end_of_autograd(self) -> None:
         """End a backward in which no bucket was marked as the last, such as the first one of a static graph.
@@ -297,33 +263,31 @@ class GradExchange:
         A callback of autograd calls this at the end of a backward, or of one nested in it by activation checkpoints.
         """
         arrived = self.buckets.arrived
-        if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
+        if self.is_receiving and len(arrived) > 1 and not any(state.announced for state in arrived):
             self.end()
         self._arrived_before = len(arrived)
 
-    def _numbered(self, bucket: Bucket) -> Bucket:
-        """Number a bucket by its arrival, because DDP numbers all of them 0 in the first backward of a static graph.
+    def _end_reductions(self) -> None:
+        try:
+            with self._marked_broken():
+                failure = self._drain()
+                with record_function("zeroshard::agree"):
+                    computed = self.buckets.end(self._backwards, failure)
+                for state, of_state in zip(self.buckets.arrived, computed, strict=True):
+                    self.table.record_reduced(state, of_state)
+                with record_function("zeroshard::norms"):
+                    self.table.norms.exchange()
+        finally:
+            self.is_receiving = False
 
-        Raises:
-            RuntimeError: if buckets belong to two models, or an earlier backward has not ended.
-        """
-        before = self.buckets.arrived
-        if not self.in_backward or (0 < bucket.index == len(before) and not before[-1].is_last):
-            return bucket
-        seen = {param for other in before for param in other.params}
-        if not seen.isdisjoint(bucket.params):
-            error = RuntimeError("an earlier backward did not come to its end on this rank")
-        elif not before or before[-1].is_last or bucket.index not in (0, len(before)):
-            error = RuntimeError(
-                "buckets of two models arrive in one backward: with a communication hook of zeroshard, each model "
-                "in DistributedDataParallel needs an optimizer and a backward of its own"
-            )
-        else:
-            return replace(bucket, index=len(before), announced=bucket.index)
-        self._guard.mark_broken(error)
-        raise error
-
-    # ------------------------------------------------------------------ what a step asks
+    def _drain(self) -> Exception | None:
+        """Wait for all reductions. Return the first error of one, which the agreement raises on every rank."""
+        try:
+            with record_function("zeroshard::wait for gradients"):
+                self._queue.drain()
+        except Exception as error:  # noqa: BLE001 - any error of a reduction
+            return error
+        return None
 
     def prepare_step(self) -> None:
         """Determine which gradients the next step uses; end a backward that stopped after its last bucket.
@@ -331,7 +295,7 @@ class GradExchange:
         Raises:
             RuntimeError: if a backward has not ended, or gradients were never reduced.
         """
-        if self.in_backward:
+        if self.is_receiving:
             error = self._unended()
             if not self._guard.broken:
                 self._end_reductions()
@@ -339,37 +303,55 @@ class GradExchange:
         self.table.refresh()
         self.buckets.check_outside()
 
-    @property
-    def _states(self) -> Sequence[BucketState | Rest]:
-        return [*self.buckets.arrived, self.buckets.rest]
+    def _unended(self) -> RuntimeError:
+        """Return the error for a backward that has not ended; close connections, so that no rank waits for buckets."""
+        arrived, ranks = self.buckets.arrived, self._coordinator.ranks
+        why, still_waits = "an exception has left it", self._arrived_before == len(arrived)
+        if still_waits:
+            why = (
+                f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. An unused "
+                f"parameter needs find_unused_parameters=True; if parameters were frozen, wrap the model again"
+            )
+        error = RuntimeError(
+            f"the last backward did not come to its end on rank {ranks.rank}: {why}. Start again from a checkpoint"
+        )
+        if not arrived or not arrived[-1].is_last:
+            if still_waits:
+                # A slower rank may still send these buckets, and then raises by itself. If not, this wait ends.
+                ending = threading.Thread(target=self._drain, daemon=True)
+                ending.start()
+                ending.join(_PATIENCE)
+            self._guard.mark_broken(error)
+            ranks.close(error)
+        return error
 
     @property
     def broadcasts(self) -> Sequence[ParamBroadcast]:
         """The broadcasts for which a step waits, by bucket; empty if all parameters are broadcast together."""
-        return [state.broadcast for state in self._states] if self.buckets.are_sent else []
+        if not self.buckets.broadcasts_each:
+            return []
+        return [*[state.broadcast for state in self.buckets.arrived], self.buckets.rest.broadcast]
 
     def accept_step(self) -> None:
         """Accept a call of ``step()`` for a backward that has stepped already.
 
         Raises:
-            RuntimeError: if the loop has since changed something that the step uses, or gradients were never reduced;
-                see :class:`zeroshard.grads.early_steps.EarlySteps`.
+            RuntimeError: if the loop has since changed something that the step uses, or gradients were never reduced.
         """
         assert self.early_steps is not None
         self.early_steps.check_refused()
         changed = self.table.changed()
-        title = "" if changed is None else label_in(self._local.plan, changed)
         self.prepare_step()
-        is_there = any(type(param.grad) is GradPlaceholder for param in self._local.params)
-        self.early_steps.accept_step(title, self._calls.edited_state(), has_gradients=is_there)
+        has_gradients = any(self.table.steppable(range(len(self._local.params))))
+        self.early_steps.accept_step(changed, self._calls.edited_state(), has_gradients=has_gradients)
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
         """Step and broadcast, bucket by bucket, what backward has not stepped."""
-        for state in self._states:
-            state.broadcast.expect()
+        for broadcast in self.broadcasts:
+            broadcast.expect()
         self.table.use()
         for bucket in self.buckets.arrived:
-            bucket.step(self.table.present(bucket.tensors), arguments)
+            bucket.step(self.table.steppable(bucket.tensors), arguments)
             bucket.broadcast.send()
         self.buckets.rest.step(arguments)
         self.buckets.rest.broadcast.send()
@@ -379,49 +361,16 @@ class GradExchange:
         self.prepare_step()
         found = [*self.buckets.rest.gradients()]
         for state in self.buckets.arrived:
-            found += state.gradients(self.table.present(state.tensors))
+            found += state.gradients(self.table.steppable(state.tensors))
         return [gradient for gradient in found if gradient is not None]
 
-    def _unended(self) -> RuntimeError:
-        """Return the error for a backward that has not ended; close connections, so that no rank waits for buckets."""
-        arrived, coordinator = self.buckets.arrived, self._coordinator
-        why, still_waits = "an exception has left it", self._arrived_before == len(arrived)
-        if still_waits:
-            why = (
-                f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
-                f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
-                f"must be wrapped again"
-            )
-        error = RuntimeError(
-            f"the last backward did not come to its end on rank {coordinator.ranks.rank}: {why}. Its gradients are not "
-            f"complete: start again from a checkpoint"
-        )
-        if not arrived or not arrived[-1].is_last:
-            if still_waits:
-                # A slower rank may still send these buckets, and then raises by itself. If not, this wait ends.
-                ending = threading.Thread(target=self._drain_quietly, daemon=True)
-                ending.start()
-                ending.join(_PATIENCE)
-            self._guard.mark_broken(error)
-            coordinator.ranks.close(error)
-        return error
-
-    def _drain_quietly(self) -> None:
-        with suppress(Exception):
-            self._queue.drain()
-
-    # ------------------------------------------------------------------ steps during backward
-
-    def _look_early(self) -> None:
+    def _decide_early_steps(self) -> None:
         """Decide whether buckets are stepped early: only if nothing has changed on any rank. Collective."""
-        self._seen, self._may_step, self._steps_buckets = None, False, False
-        if not self.mode.is_interleaved:
-            return
         seen = self._calls.look(True)
         is_alike = seen.error is None and not seen.is_new
-        self._may_step = is_alike and self.uses_all and self._local.may_step_in_parts
-        self._steps_buckets = not self._coordinator.agree("backward()", self._backwards, flag=not self._may_step)
-        self._seen = replace(seen, is_agreed=self._steps_buckets)
+        may_step = is_alike and self.uses_all and self._local.may_step_in_parts
+        self._steps_buckets = not self._coordinator.agree("backward()", self._backwards, flag=not may_step)
+        self._may_step, self._seen = self._steps_buckets, replace(seen, is_agreed=self._steps_buckets)
 
     def _step(self, early_steps: EarlySteps) -> None:
         # An error in it has frames, which refer to the optimizer.
@@ -433,19 +382,4 @@ class GradExchange:
                 self.prepare_step()
             except RuntimeError as error:
                 seen = replace(seen, error=error)
-        with early_steps.one():
-            self._calls.step(seen)
-
-
-def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str:
-    """Return text that names the difference between two backwards, in their numbers or in their buckets' lengths."""
-    (here, lengths), (there, others) = json.loads(reference), json.loads(other)
-    if here != there:
-        return (
-            f"rank {reference_rank} has ended its backward number {here}, and rank {other_rank} number {there}: a "
-            f"backward has failed or was left out on one of them. Every rank must make the same calls in the same order"
-        )
-    return (
-        f"rank {reference_rank} had buckets of {lengths} elements, and rank {other_rank} of {others}: every rank must "
-        f"wrap the same model"
-    )
+        early_steps.make_step(partial(self._calls.step, seen))

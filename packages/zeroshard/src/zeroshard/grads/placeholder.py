@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
     from zeroshard.grads.table import GradTable
 
 _aten = torch.ops.aten
+
+
+class Reduced(Enum):
+    """The state of a gradient, equal on all ranks between backwards."""
+
+    ABSENT = "no rank has a gradient"
+    ZERO = "it was set to zero, and a step uses zeros"
+    REDUCING = "it is on its way to its owners"
+    REDUCED = "its owners hold the mean"
+    USED = "a step has used the mean"
 
 
 class GradPlaceholder(TensorWithoutValues):
@@ -47,25 +58,20 @@ class GradPlaceholder(TensorWithoutValues):
         cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, table: GradTable
     ) -> GradPlaceholder:
         """Make a tensor without memory."""
-        return private.make_wrapper_subclass(
+        made = private.make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-
-    def __init__(self, param: torch.Tensor, tensor: int, name: str, table: GradTable) -> None:  # noqa: ARG002 - as __new__
-        self._tensor, self._title = tensor, name
+        made._tensor, made._title = tensor, name
         # Weak, because the table refers to the parameter, whose gradient this is: such a cycle is never collected.
-        self._table_of = weakref.ref(table)
+        made._table_of = weakref.ref(table)
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Return name, shape and dtype; there are no values."""
         return f"GradPlaceholder({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raise, because a copy would belong to no parameter.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise a RuntimeError, because a copy would belong to no parameter."""
         raise self.refusal("a deep copy")
 
     @property
@@ -77,49 +83,42 @@ class GradPlaceholder(TensorWithoutValues):
         return table
 
     @property
-    def _is_zero(self) -> bool:
-        """True if the gradient was set to zero."""
-        return self._table.is_zero(self._tensor)
+    def _reduced(self) -> Reduced:
+        """The state of the gradient in the table."""
+        return self._table.reduced(self._tensor)
 
     @property
     def owned(self) -> torch.Tensor | None:
         """This rank's part of the reduced gradient; None if it owns none of it."""
         return self._table.owned(self._tensor)
 
-    def _changed_by(self, operation: str) -> GradNorms:
-        """Return the norms that record an operation on the gradient, or raise the error that refuses it."""
-        table = self._table
-        if table.norms.steps_early:
-            raise self.refusal(operation)
-        self._check_reduced(operation)
-        if not table.is_grad(self):
-            advice = "it is not the gradient of its parameter, but a copy, or an earlier one: change p.grad itself"
-            raise self.refusal(operation, advice)
-        if table.is_used(self._tensor):
-            # The optimizer class may have changed it, so that its norm is not known any more.
-            raise self.refusal(operation, "a step has used it: change gradients before step()")
-        return table.norms
+    def _norms_for(self, operation: str, *, changes: bool = True) -> GradNorms:
+        """Return the norms that record an operation, or raise the error that refuses it; some only read the norm."""
+        table, advice = self._table, ""
+        if not table.norms.steps_early:
+            if table.local(self._tensor) is not None:
+                advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
+            elif changes and not table.is_grad(self):
+                advice = "it is not the gradient of its parameter, but a copy, or an earlier one: change p.grad itself"
+            elif changes and self._reduced is Reduced.USED:
+                # The optimizer class may have changed it, so that its norm is not known any more.
+                advice = "a step has used it: change gradients before step()"
+            else:
+                return table.norms
+        raise self.refusal(operation, advice)
 
     def _known_norm(self, operation: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the 2-norm of the gradient, a 0-dim tensor that the caller must not change; raise if it is unknown."""
-        norms = self._table.norms
-        if norms.steps_early:
-            raise self.refusal(operation)
-        self._check_reduced(operation)
-        if self._is_zero:
+        norms = self._norms_for(operation, changes=False)
+        if self._reduced is Reduced.ZERO:
             return torch.zeros((), dtype=dtype, device=self.device)
         if advice := norms.why_unknown(self._tensor):
             raise self.refusal(operation, advice)
         return norms.norm(self._tensor, dtype).to(self.device)
 
-    def _check_reduced(self, operation: str) -> None:
-        if self._table.local(self._tensor) is not None:
-            advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
-            raise self.refusal(operation, advice)
-
     def refusal(self, operation: str, advice: str = "") -> RuntimeError:
         """Return the error that refuses an operation; ``advice`` replaces the general advice."""
-        if not advice and operation in ("a deep copy", "pickling", "share_memory_()"):
+        if not advice and operation in ("a deep copy", "pickling"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
         advice = advice or self._table.norms.advice(operation)
         return RuntimeError(
@@ -129,7 +128,7 @@ class GradPlaceholder(TensorWithoutValues):
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
     if not gradient._table.is_grad(gradient):
-        gradient._changed_by("zero_()")
+        gradient._norms_for("zero_()")
     gradient._table.zero(gradient._tensor)
     return gradient
 
@@ -156,7 +155,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Copy between a gradient and its bucket, as DDP does in a backward; any other copy raises."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
-    if held is target and held._table.is_reducing(held._tensor):
+    if held is target and held._reduced is Reduced.REDUCING:
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
         return held
     if held is target or not private.in_autograd():
@@ -197,18 +196,23 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     assert isinstance(held, GradPlaceholder)
     if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         raise held.refusal("an operation with another tensor than a number")
-    norms = held._changed_by("scaling")
-    if not held._is_zero:
-        norms.scale(held._tensor, held.owned, factor, divides=divides)
+    norms, owned = held._norms_for("scaling"), held.owned
+    if held._reduced is not Reduced.ZERO:
+        # Record it first, because a factor that is not a number raises on every rank.
+        norms.record_scaling(held._tensor, "div_" if divides else "mul_", factor, divides=divides)
+        if owned is not None:
+            _ = owned.div_(factor) if divides else owned.mul_(factor)
     elif factor == 0 if divides else not math.isfinite(factor):
         raise held.refusal(f"scaling by {float(factor)}", "it was set to zero")
     return held
 
 
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
-    norms = gradient._changed_by("clamping")
-    if not gradient._is_zero:
-        norms.clamp(gradient._tensor, gradient.owned, min, max)
+    norms, owned = gradient._norms_for("clamping"), gradient.owned
+    if gradient._reduced is not Reduced.ZERO:
+        if owned is not None:
+            owned.clamp_(min, max)
+        norms.record_clamp(gradient._tensor, min, max)
     elif (min is not None and min > 0) or (max is not None and max < 0):
         raise gradient.refusal(f"clamping to {min} and {max}", "it was set to zero")
     return gradient
@@ -228,7 +232,8 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     """Unscale gradients of one dtype as GradScaler does; some of them may have values."""
     held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
     # Check all of them first, so that all are unscaled or none.
-    changed = [gradient._changed_by("unscaling") for gradient in held]
+    for gradient in held:
+        gradient._norms_for("unscaling")
     # Use float64, because norms in half precision may overflow.
     norms = torch.stack([gradient._known_norm("unscaling", torch.float64) for gradient in held]).to(found_inf.device)
     found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
@@ -239,8 +244,8 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     if owned:
         # Only the owner would find an infinity here, so the result is not used.
         private.amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
-    for gradient, norms_of in zip(held, changed, strict=True):
-        norms_of.scaled(gradient._tensor, "unscale", inverse)
+    for gradient in held:
+        gradient._table.norms.record_scaling(gradient._tensor, "unscale", inverse)
 
 
 GradPlaceholder.allowed = {

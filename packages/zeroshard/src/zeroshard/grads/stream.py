@@ -15,9 +15,6 @@ class SideStream:
     """Runs work on an accelerator in parallel to the current stream; the host never waits.
 
     On a device without streams everything runs immediately, in order.
-
-    Args:
-        device: the device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,13 +48,8 @@ class ReductionQueue:
     """Finishes reductions in the order in which they began: in a worker thread, or when others are added.
 
     The thread runs only while there are reductions to finish, so it never waits for one, and never outlives a backward.
-    If one raises, the queue still finishes the others; each decides by itself what it can do.
-
-    Args:
-        rank: the rank of this process, for the thread's name.
-        device: the device of the buckets.
-        uses_thread: whether a worker thread finishes reductions. If not, all ranks finish them in the same order,
-            whatever has arrived, and on an accelerator they run on a side stream.
+    If one raises, the queue still finishes the others; each decides by itself what it can do. Without a thread, all
+    ranks finish reductions in the same order, whatever has arrived, and on an accelerator they run on a side stream.
     """
 
     def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
@@ -69,15 +61,10 @@ class ReductionQueue:
         self._failure: BaseException | None = None
 
     def add(self, finish: Callable[[], None], work: BucketReduceWork | None, *, leave: int | None = None) -> None:
-        """Add a reduction that has begun.
+        """Add a reduction that has begun; ``finish`` finishes it, and some time after that ``work`` is closed, if any.
 
-        Args:
-            finish: finishes the reduction; called in order.
-            work: the work to close some time after that, if any.
-            leave: without a thread, the number of reductions to leave unfinished now; None leaves all.
-
-        Raises:
-            RuntimeError: if no thread can be started; ``finish`` will not be called.
+        Without a thread, ``leave`` is the number of reductions to leave unfinished now; None leaves all. If no thread
+        can be started, this raises a RuntimeError, and ``finish`` will not be called.
         """
         with self._lock:
             if self._uses_thread and self._thread is None:
@@ -130,11 +117,10 @@ class ReductionQueue:
                 self._failure = self._failure or error
 
     def _finish(self, leave: int) -> None:
-        if len(self._begun) > leave:
-            # Their inputs were ready when they began, see `beside`.
-            with self._side.as_current():
-                while len(self._begun) > leave:
-                    self._finish_one()
+        # Their inputs were ready when they began, see `beside`.
+        with self._side.as_current():
+            while len(self._begun) > leave:
+                self._finish_one()
 
     def _finish_one(self) -> None:
         finish, work = self._begun.popleft()

@@ -1,9 +1,9 @@
 """Holds the state of every gradient that is sent in buckets. Only :class:`GradTable` changes it.
 
-Reductions, :mod:`zeroshard.grads.norms` and clipping write the values, which lie in buckets. The entry of a gradient
-is a pair: ``reduced``, which is equal on all ranks between backwards, and ``local``, the values that this rank has
-added since and no backward has reduced. The thread that runs backward and the thread that trains call methods; the
-thread that finishes reductions never does.
+Reductions, placeholders and clipping write the values, which lie in buckets. The entry of a gradient is a pair:
+``reduced``, which is equal on all ranks between backwards, and ``local``, the values that this rank has added since and
+no backward has reduced. The thread that runs backward and the thread that trains call methods; the thread that finishes
+reductions never does.
 
 ``param.grad`` belongs to the training loop, which may set it to None or assign another tensor at any time. The table
 compares its entries with it when a backward begins and before a step.
@@ -12,7 +12,6 @@ compares its entries with it when a backward begins and before a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from operator import attrgetter, is_
 
 import torch
@@ -20,21 +19,10 @@ from zeroshard_core import Plan
 
 from zeroshard.grads.bucket import BucketState
 from zeroshard.grads.norms import GradNorms
-from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.grads.placeholder import GradPlaceholder, Reduced
 from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
-
-
-class Reduced(Enum):
-    """The state of a gradient, equal on all ranks between backwards."""
-
-    ABSENT = "no rank has a gradient"
-    ZERO = "it was set to zero, and a step uses zeros"
-    REDUCING = "it is on its way to its owners"
-    REDUCED = "its owners hold the mean"
-    USED = "a step has used the mean"
-
 
 # A member of an enum costs more to look up than a name, and loops over all tensors do so.
 _ABSENT, _ZERO, _REDUCING, _REDUCED, _USED = Reduced
@@ -45,20 +33,12 @@ class GradTable:
 
     Under ``no_sync()`` autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or
     ZERO. The pairs (REDUCING, local), (REDUCED, local) and (USED, local) cannot occur: adding raises.
-
-    Args:
-        norms: the norms of the gradients; also an attribute.
-
-    Attributes:
-        index_of: the tensor index of each parameter.
-        placeholders: the placeholder of each gradient, by tensor.
     """
 
     def __init__(self, norms: GradNorms) -> None:
         self.norms = norms
-        self.index_of: dict[torch.Tensor, int] = {}
-        self.placeholders: list[GradPlaceholder] = []
         self._params: Sequence[torch.Tensor] = ()
+        self._placeholders: list[GradPlaceholder] = []
         self._reduced: list[Reduced] = []
         self._expected: list[GradPlaceholder | None] = []
         """``param.grad`` of each parameter, unless the loop has changed it since the last backward."""
@@ -68,41 +48,30 @@ class GradTable:
         self._bucket_of: dict[int, BucketState] = {}
 
     def rebuild(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
-        """Make placeholders for parameters that were added or converted; entries are unchanged."""
+        """Make slots for norms, and placeholders for parameters that were added or converted; entries are unchanged."""
         self._params, self._plan = params, plan
-        self.index_of = {param: index for index, param in enumerate(params)}
-        self.placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
-        added = len(params) - len(self._reduced)
-        self._reduced += [_ABSENT] * added
-        self._expected += [None] * added
+        self.norms.rebuild(plan)
+        self._placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
+        self._reduced += [_ABSENT] * (len(params) - len(self._reduced))
+        self._expected += [None] * (len(params) - len(self._expected))
         for tensor, param in enumerate(params):
             if type(param.grad) is GradPlaceholder:
-                self._expected[tensor] = param.grad = self.placeholders[tensor]
+                self._expected[tensor] = param.grad = self._placeholders[tensor]
 
-    def locate(self, states: Sequence[BucketState]) -> None:
-        """Record which bucket each parameter is in; parameters of other buckets are unchanged."""
-        self._bucket_of.update({tensor: state for state in states for tensor in state.tensors})
+    def locate(self, state: BucketState) -> None:
+        """Record that the parameters of a bucket are in it; other parameters keep their bucket."""
+        self._bucket_of.update(dict.fromkeys(state.tensors, state))
 
-    # ------------------------------------------------------------------ reads
-
-    def is_zero(self, tensor: int) -> bool:
-        """Return True if the loop has set a gradient to zero since it was reduced."""
-        return self._reduced[tensor] is _ZERO
-
-    def is_used(self, tensor: int) -> bool:
-        """Return True if a step has used a gradient."""
-        return self._reduced[tensor] is _USED
-
-    def is_reducing(self, tensor: int) -> bool:
-        """Return True if a gradient is being reduced."""
-        return self._reduced[tensor] is _REDUCING
+    def reduced(self, tensor: int) -> Reduced:
+        """Return the state of a gradient that all ranks know."""
+        return self._reduced[tensor]
 
     def local(self, tensor: int) -> torch.Tensor | None:
         """Return the values that this rank has added and no backward has reduced; None without any."""
         grad = self._params[tensor].grad
         return self._local.get(tensor) if type(grad) is GradPlaceholder else grad
 
-    def present(self, tensors: Sequence[int]) -> tuple[bool, ...]:
+    def steppable(self, tensors: Sequence[int]) -> tuple[bool, ...]:
         """Return for each tensor whether a step uses its gradient, as of the last :meth:`refresh`."""
         reduced = self._reduced
         return tuple([reduced[tensor] is not _ABSENT for tensor in tensors])
@@ -115,21 +84,15 @@ class GradTable:
         """Return True if a placeholder is the gradient of its parameter now."""
         return self._params[placeholder._tensor].grad is placeholder
 
-    def changed(self) -> int | None:
-        """Return a tensor whose reduced gradient the loop has removed or set to zero; None without one."""
+    def changed(self) -> str:
+        """Return the name of a tensor whose reduced gradient the loop has removed or set to zero; empty without one."""
         for tensor, (expected, reduced) in enumerate(zip(self._expected, self._reduced, strict=True)):
             if expected is not None and (self._params[tensor].grad is None or reduced is _ZERO):
-                return tensor
-        return None
-
-    # ------------------------------------------------------------------ a backward
+                return label_in(self._plan, tensor)
+        return ""
 
     def begin(self) -> None:
-        """Begin a backward that reduces, before its first bucket is sent.
-
-        Raises:
-            RuntimeError: if a parameter still has a reduced gradient, because nothing can be added to it.
-        """
+        """Begin a backward, before its first bucket is sent; raise if a parameter still has a reduced gradient."""
         grads = list(map(_grad_of, self._params))
         if GradPlaceholder not in set(map(type, grads)):
             self._reduced, self._expected = [_ABSENT] * len(grads), [None] * len(grads)
@@ -140,52 +103,35 @@ class GradTable:
                 self._drop(tensor)
             elif self._reduced[tensor] is not _ZERO:
                 raise RuntimeError(
-                    f"{self._held(tensor)}. DistributedDataParallel has begun this backward, and cannot be used after "
-                    f"an error in it: wrap the model again"
+                    f"{self._held(tensor)}. Wrap the model again: DistributedDataParallel has begun this backward"
                 )
 
     def launch(self, tensors: Sequence[int]) -> None:
         """Mark gradients as REDUCING, before their bucket is sent with the local values."""
         for tensor in tensors:
             self._reduced[tensor] = _REDUCING
-        for tensor in self._local.keys() & set(tensors):
-            del self._local[tensor]
+            self._local.pop(tensor, None)
 
-    def finish(self, state: BucketState, present: Sequence[bool]) -> None:
-        """End the reduction of a bucket, after all ranks have agreed that their backwards have ended.
-
-        Args:
-            state: the bucket.
-            present: whether any rank had a gradient, for each tensor of the bucket.
-        """
-        for tensor, param, is_present in zip(state.tensors, state.params, present, strict=True):
-            if is_present:
+    def record_reduced(self, state: BucketState, computed: Sequence[bool]) -> None:
+        """Make placeholders of the gradients that any rank has ``computed``, after all ranks have ended a backward."""
+        for tensor, param, is_computed in zip(state.tensors, state.params, computed, strict=True):
+            if is_computed:
                 self._reduced[tensor] = _REDUCED
-                self._expected[tensor] = param.grad = self.placeholders[tensor]
+                self._expected[tensor] = param.grad = self._placeholders[tensor]
             else:
                 self._drop(tensor)
 
     def add_local(self, tensor: int, values: torch.Tensor) -> None:
-        """Add values of this rank to a gradient that was set to zero, as autograd does.
-
-        Raises:
-            RuntimeError: if the gradient was reduced, because nothing can be added to it.
-        """
+        """Add values of this rank to a gradient that was set to zero, as autograd does; raise if it was reduced."""
         if self._reduced[tensor] is not _ZERO:
             raise self._held(tensor)
         if tensor in self._local:
             self._local[tensor].add_(values)
         else:
-            like = self.placeholders[tensor]
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-            self._local[tensor] = made.copy_(values)
+            self._local[tensor] = torch.empty_like(self._params[tensor]).copy_(values)
 
     def copy_local(self, tensor: int, place: torch.Tensor) -> torch.Tensor:
-        """Copy the local values, or zeros, to a place in a bucket, as DDP does; return the place.
-
-        Raises:
-            RuntimeError: if the gradient was reduced, because nothing can be added to it.
-        """
+        """Copy the local values, or zeros, to a place in a bucket, as DDP does; raise if the gradient was reduced."""
         if self._reduced[tensor] is not _ZERO:
             raise self._held(tensor)
         return place.copy_(self._local[tensor]) if tensor in self._local else place.zero_()
@@ -203,8 +149,6 @@ class GradTable:
                 param.grad = placeholder
         self._hidden = []
 
-    # ------------------------------------------------------------------ the loop, and its step
-
     def zero(self, tensor: int) -> None:
         """Set a gradient to zero."""
         self._local.pop(tensor, None)
@@ -212,30 +156,26 @@ class GradTable:
         if owned is not None:
             owned.zero_()
         self._reduced[tensor] = _ZERO
-        self.norms.note(tensor, "zero_()", erases=True)
+        self.norms.record(tensor, "zero_()", erases=True)
 
     def refresh(self) -> None:
-        """Mark gradients that the loop has set to None as absent, before a step or a norm uses the others.
-
-        Raises:
-            RuntimeError: if a gradient has values of this rank alone; names the parameter.
-        """
+        """Mark gradients that the loop has set to None as absent; raise if one has values of this rank alone."""
         grads = map(_grad_of, self._params)
         if not self._local and all(map(is_, grads, self._expected)):
             return
         for tensor in self._bucket_of:
             param, reduced = self._params[tensor], self._reduced[tensor]
-            if self.local(tensor) is not None or (param.grad is not None and reduced is _ABSENT):
-                raise self.unreduced(tensor)
             if param.grad is None:
                 # Ranks compare frozen parameters separately.
                 if reduced in (_ZERO, _REDUCED) and param.requires_grad:
-                    self.norms.note(tensor, "set to None", erases=True)
+                    self.norms.record(tensor, "set to None", erases=True)
                 self._drop(tensor)
-            elif type(param.grad) is GradPlaceholder and param.grad._tensor != tensor:
+            elif not isinstance(param.grad, GradPlaceholder) or tensor in self._local or reduced is _ABSENT:
+                raise self.unreduced(tensor)
+            elif param.grad._tensor != tensor:
                 raise RuntimeError(
                     f"the gradient of {label_in(self._plan, tensor)} was replaced by {param.grad!r}, which stands for "
-                    f"another gradient: multiply or clamp the gradient in place, or change it in a hook of the tensor"
+                    f"another gradient: change gradients in place, or in a hook of the tensor"
                 )
 
     def _drop(self, tensor: int) -> None:
@@ -246,37 +186,29 @@ class GradTable:
         """Mark reduced gradients as USED when a step begins."""
         self._reduced = [_USED if each is _REDUCED else each for each in self._reduced]
 
-    # ------------------------------------------------------------------ errors
-
     def _held(self, tensor: int) -> RuntimeError:
         """Return the error for adding to a gradient that was reduced."""
-        title = label_in(self._plan, tensor)
         if self._reduced[tensor] is not _USED:
-            return RuntimeError(
-                f"{title} has a gradient that an earlier backward() has reduced, and nothing can be added to it: "
-                f"accumulate under ddp.no_sync(), and synchronize only the last backward"
+            why = (
+                "has a gradient that an earlier backward() has reduced, and nothing can be added to it: accumulate "
+                "under ddp.no_sync(), and synchronize only the last backward"
             )
-        advice = (
-            ". This hook steps in every synchronized backward: to accumulate gradients, make all backwards but the "
-            "last under ddp.no_sync(), or use reduce_to_owner_hook"
-        )
-        return RuntimeError(
-            f"{title} still has the gradient of the last step: call optimizer.zero_grad() before backward()"
-            f"{advice if self.norms.steps_early else ''}"
-        )
+        else:
+            why = "still has the gradient of the last step: call optimizer.zero_grad() before backward()"
+            if self.norms.steps_early:
+                why += ". To accumulate gradients, use ddp.no_sync() or reduce_to_owner_hook"
+        return RuntimeError(f"{label_in(self._plan, tensor)} {why}")
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient with values of this rank alone."""
-        title = f"the gradient of {label_in(self._plan, tensor)}"
         if self._reduced[tensor] is _REDUCED:
-            return RuntimeError(
-                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, "
-                f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
-                f"under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+            why = (
+                "was replaced after backward() had reduced it: .grad was assigned, or made by a backward under "
+                "no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
             )
-        return RuntimeError(
-            f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
-            f"DistributedDataParallel waits for a parameter that it did not use, which needs "
-            f"find_unused_parameters=True, or that was frozen since the model was wrapped, which must then be wrapped "
-            f"again"
-        )
+        else:
+            why = (
+                "has not been reduced: the last backward() before step() was under no_sync(), and must not be; or a "
+                "parameter is unused, which needs find_unused_parameters=True, or was frozen: wrap the model again"
+            )
+        return RuntimeError(f"the gradient of {label_in(self._plan, tensor)} {why}")
