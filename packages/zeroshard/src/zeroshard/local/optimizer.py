@@ -322,7 +322,7 @@ class LocalOptimizer:
         return built
 
     def _add(self, built: Iterable[optim.Optimizer]) -> None:
-        """Add inner optimizers. Their ``state_dict()``, which scripts for torch's class call, lists this rank's shards."""
+        """Add inner optimizers. Their ``state_dict()`` lists this rank's shards, as that of torch's class does."""
         for inner in built:
             inner.register_state_dict_pre_hook(_weakly(self._list_shards))
             inner.register_state_dict_post_hook(_weakly(self._list_params))
