@@ -174,8 +174,10 @@ class Stepper:
         """Update the shards that backward has not updated. Return the result of the inner step."""
         if self.exchange is not None and ends_backward and self.local.may_step_in_parts:
             return self.exchange.step_rest(arguments)
+        if self.exchange is not None:
+            self.exchange.table.use()
         with record_function("zeroshard::update"):
-            return self.local.step(arguments, self.exchange.buckets.bind() if self.exchange is not None else None)
+            return self.local.step(arguments)
 
     def _end(self, digest: int | None, failure: Exception | None, *, ends_backward: bool) -> None:
         """Broadcast and agree; raise the error of any rank's update on every rank. Collective.

@@ -91,8 +91,9 @@ class BucketState:
         """Drop the buffer, whose gradients were used, because the framework needs its memory for another bucket."""
         self.buffer, self._bound, self._views = None, None, {}
         self.reducer.release()
-        for tensor in self.owned_tensors:
-            tensor.grad = None
+        for shard in self._owned.values():
+            if shard.is_detached:
+                shard.tensor.grad = None
 
     def lay_out(self, plan: Plan, local: LocalOptimizer, broadcast: ParamBroadcast) -> None:
         """Use the shards of a new layout. Raise a ValueError if a cut parameter has changed its memory format."""
@@ -104,6 +105,7 @@ class BucketState:
                 )
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
+        self.owned_params = [shard.param for shard in self._owned.values() if not shard.is_detached]
         self._partial = PartialStepper(local, list(self._owned.values()))
         self.broadcast = broadcast
 
@@ -147,7 +149,7 @@ class BucketState:
         # Optimizers and users may have replaced them since.
         if not all(map(is_, map(_grad_of, self.owned_tensors), gradients)):
             for shard, gradient in zip(self._owned.values(), gradients, strict=True):
-                shard.tensor.grad = shard.converted(gradient)
+                shard.tensor.grad = shard.converted(gradient) if shard.is_master else gradient
 
     def step(self, steppable: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
         """Step this rank's shards, or raise the error of their step during backward. No-op if that has succeeded."""
@@ -174,6 +176,7 @@ class Rest:
     def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
         self.broadcast = broadcast
         self.shards = [local.shards[index] for index in tensors if index in local.shards]
+        self.detached = [shard for shard in self.shards if shard.is_detached]
         self._partial = PartialStepper(local, self.shards)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
@@ -182,7 +185,7 @@ class Rest:
 
     def step(self, arguments: Mapping[str, object]) -> None:
         """Step this rank's shards."""
-        with bound_gradients(self.shards):
+        with bound_gradients(self.detached):
             self._partial.step(arguments)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 
 import torch
@@ -14,8 +16,7 @@ from zeroshard_core import Plan
 from zeroshard.grads.bucket import Bucket, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.grads.table import GradTable
-from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.local.shard import LocalShard
+from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, label_in, with_settings
 
@@ -53,7 +54,11 @@ class Buckets:
         self.arrived: list[BucketState] = []
         self._is_new = self._is_expected = False
         self._alike = 0
-        local.detach_shards()
+        if is_interleaved:
+            local.detach_shards()
+        # Weak, because this object refers to the local optimizer.
+        bound = weakref.WeakMethod(self.bound_gradients)
+        local.hook_gradients = lambda: found() if (found := bound()) is not None else nullcontext()
         self.lay_out(layout)
 
     def lay_out(self, layout: Layout) -> None:
@@ -99,12 +104,19 @@ class Buckets:
                 f"it, so that it differs on every rank. Wrap the model again, and build a new optimizer"
             )
 
-    def bind(self) -> Sequence[LocalShard]:
-        """Set the gradients of shards in buckets; return the other shards, which take their parameters' gradients."""
-        self._table.use()
-        for state in self.arrived:
-            state.set_grads(self._table.steppable(state.tensors))
-        return self.rest.shards
+    @contextmanager
+    def bound_gradients(self) -> Iterator[None]:
+        """Set the gradients of this rank's shards to the reduced ones, in the block."""
+        params = [param for state in self.arrived for param in state.owned_params]
+        before = [param.grad for param in params]
+        try:
+            for state in self.arrived:
+                state.set_grads(self._table.steppable(state.tensors))
+            with bound_gradients(self.rest.detached):
+                yield
+        finally:
+            for param, grad in zip(params, before, strict=True):
+                param.grad = grad
 
     def unarrived(self) -> str:
         """Return the names of parameters whose gradients have not arrived in this backward, for messages."""

@@ -115,6 +115,8 @@ class GradExchange:
         self._coordinator, self._guard, self._local, self._calls, self.mode = coordinator, guard, local, calls, mode
         with agreed(coordinator, "a communication hook's first call"):
             device = common_device(local.params, layout)
+            if mode.is_interleaved:
+                local.check_may_detach()
             if not isinstance(norms, bool):
                 raise ValueError(
                     f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False"

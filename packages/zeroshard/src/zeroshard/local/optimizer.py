@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,16 +13,13 @@ from torch import optim
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
+from zeroshard.local.build import build_optimizers
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
-from zeroshard.local.shard import LocalShard, gradient_of
-from zeroshard.plan.eligibility import (
-    check_class_uncoupled,
-    check_differentiable,
-    check_uncoupled,
-    may_step_in_parts,
-    warn_of_own_state,
-)
+from zeroshard.local.methods import show_shards_to_methods, weakly
+from zeroshard.local.shard import LocalShard, check_exact, gradient_of
+from zeroshard.local.shard_state import ShardState
+from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
 from zeroshard.plan.layout import Policy, label_in
@@ -49,6 +45,7 @@ class LocalOptimizer:
         shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
         plan: the plan in use; see :meth:`use`.
         extra, masters: the state that this package adds to the class's, and the master weights among it.
+        hook_gradients: returns a context in which shards have the gradients that a communication hook has reduced.
     """
 
     def __init__(self, policy: Policy, groups: list[ParamGroup], plan: Plan, rank: int) -> None:
@@ -58,6 +55,7 @@ class LocalOptimizer:
             self.extra.add(self.masters)
         self.shards: dict[int, LocalShard] = {}
         self._is_detached, self._depth = False, 0
+        self.hook_gradients: Callable[[], AbstractContextManager[None]] | None = None
         self._checked: list[int] = []
         self.use(groups, plan)
         self.members: list[optim.Optimizer] = []
@@ -115,7 +113,12 @@ class LocalOptimizer:
             member.param_groups[:] = [group for group, own in pairs if own == number]
 
     def publish_groups(self) -> None:
-        """Make the inner optimizers' groups the public ones, where a class has made dicts of its own."""
+        """Make the inner optimizers' groups the public ones, where a class has made or loaded dicts of its own."""
+        for member in self.members:
+            is_wrapper = any(isinstance(value, optim.Optimizer) for value in vars(member).values())
+            # A wrapper may share the dict with the optimizer that it wraps.
+            if type(member.state) is defaultdict and not is_wrapper:
+                member.state = ShardState(member.state, self._stepped_for)
         for number, inner in enumerate(self.inner_groups()):
             group = self.groups[number]
             if inner is not group:
@@ -153,6 +156,13 @@ class LocalOptimizer:
         own, extra = self.own_state(shard), self.extra.entries(shard)
         return {**(own or {}), **extra} if extra else own
 
+    def _stepped_for(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor that is stepped for a parameter, or is stepped itself; None if this rank owns none."""
+        for shard in self.shards.values():
+            if param is shard.tensor or param is shard.param:
+                return shard.tensor
+        return None
+
     @property
     def states(self) -> list[MutableMapping[Any, Any]]:
         """The state of each inner optimizer, by shard; a class may keep other keys."""
@@ -166,7 +176,7 @@ class LocalOptimizer:
     def replace_state(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Replace the state of all shards."""
         for member in self.members:
-            member.state = defaultdict(dict)
+            member.state = ShardState({}, self._stepped_for)
         for shard in self.shards.values():
             if shard.tensor in state:
                 self.member_of(shard.index).state[shard.tensor] = state[shard.tensor]
@@ -221,8 +231,16 @@ class LocalOptimizer:
                 shard.tensor.data = shard.local_view
         self.extra.rebuild([*self.shards.values()])
 
+    def check_may_detach(self) -> None:
+        """Raise the TypeError of :meth:`detach_shards`, on the owner of a tensor alone."""
+        for index, shard in self.shards.items():
+            check_exact(shard.param, label_in(self.plan, index))
+
     def detach_shards(self) -> None:
-        """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
+        """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it.
+
+        Hooks that step while backward runs need this, because autograd and DDP still use ``param.grad`` then.
+        """
         before, self._is_detached = self.shards, True
         self.shards = {index: shard for index, shard in before.items() if shard.is_detached}
         self._accept(self._members(self.groups, self.plan))
@@ -254,14 +272,35 @@ class LocalOptimizer:
 
     # ------------------------------------------------------------------ steps
 
-    def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
-        """Step the inner optimizers, and call their own hooks; ``unbound`` shards take their parameters' gradients."""
-        unbound = self._detached if unbound is None else unbound
-        with bound_gradients(unbound), self.keeping_extra(self.shards.values()):
+    def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step the inner optimizers, and call their own hooks."""
+        self.copy_attributes()
+        with self._bound_gradients(), self.keeping_extra(self.shards.values()):
             result, *_ = [self._step(member, arguments) for member in self.members]
         if len(self.members) > 1:
             self._check_keys()
         return result
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the inner optimizers see this rank's shards and their gradients, in the block. No-op within a step."""
+        if self._depth:
+            yield
+            return
+        self.copy_attributes()
+        with self._bound_gradients(), self.exchanged():
+            yield
+
+    def copy_attributes(self) -> None:
+        """Give detached shards the attributes of their parameters, which a class may read."""
+        for shard in self._detached:
+            attributes = vars(shard.tensor)
+            if attributes != vars(shard.param):
+                attributes.clear()
+                attributes.update(vars(shard.param))
+
+    def _bound_gradients(self) -> AbstractContextManager[None]:
+        return bound_gradients(self._detached) if self.hook_gradients is None else self.hook_gradients()
 
     def keeping_extra(self, shards: Collection[LocalShard]) -> AbstractContextManager[None]:
         """Return a context for a step of some shards, which keeps their extra entries up to date."""
@@ -302,30 +341,15 @@ class LocalOptimizer:
 
     def build(self, groups: Sequence[ParamGroup], classes: Sequence[GroupClass]) -> list[optim.Optimizer]:
         """Build an optimizer for each class, over its groups, with the user's arguments."""
-        built = []
-        assignment = assign(classes)
-        for number in range(max(assignment) + 1):
-            own = [group for group, of_group in zip(groups, assignment, strict=True) if of_group == number]
-            chosen = classes[assignment.index(number)]
-            # The constructor of such a class may raise an error that does not say why.
-            check_class_uncoupled(chosen.factory, self._policy.coupled)
-            try:
-                made = chosen.build(own)
-            except (AssertionError, TypeError, ValueError) as error:
-                if chosen.name in str(error) or type(error) not in (AssertionError, TypeError, ValueError):
-                    raise
-                raise type(error)(f"{chosen.name}: {error}") from error
-            check_uncoupled(made, chosen.arguments, self._policy.coupled)
-            check_differentiable(made)
-            warn_of_own_state(made)
-            built.append(made)
-        return built
+        return build_optimizers(groups, classes, self._policy.coupled)
 
     def _add(self, built: Iterable[optim.Optimizer]) -> None:
         """Add inner optimizers. Their ``state_dict()`` lists this rank's shards, as that of torch's class does."""
         for inner in built:
-            inner.register_state_dict_pre_hook(_weakly(self._list_shards))
-            inner.register_state_dict_post_hook(_weakly(self._list_params))
+            inner.register_state_dict_pre_hook(weakly(self._list_shards))
+            inner.register_state_dict_post_hook(weakly(self._list_params))
+            if not may_step_in_parts(inner):
+                show_shards_to_methods(inner, self.shown)
             self.members.append(inner)
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
@@ -337,6 +361,8 @@ class LocalOptimizer:
             known = self.shards.get(shard.tensor)
             if known is None or known.shard != shard:
                 known = LocalShard.of(shard, param, detached=self._is_detached, master=self._policy.master_weights)
+                if known.is_detached:
+                    check_exact(param, label_in(plan, shard.tensor))
             members[plan.tensors[shard.tensor].group].append(known)
         return members
 
@@ -366,18 +392,6 @@ def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """Return the step function without the wrapper that calls hooks and profiles; torch marks it with ``hooked``."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-
-
-def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method of an object that it does not keep alive."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*_: object) -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return hook
 
 
 def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:

@@ -36,6 +36,7 @@ class PartialStepper:
             copied.param_groups = [{**local.groups[public], **narrowed} for public, narrowed in own]
         if not self._copies:
             return
+        local.copy_attributes()
         # Grad mode is per thread: the worker thread would record a graph.
         with torch.no_grad(), local.keeping_extra(self._shards):
             for number, copied in self._copies.items():

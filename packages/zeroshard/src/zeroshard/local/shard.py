@@ -18,8 +18,8 @@ class LocalShard:
         shard: the range that this rank owns.
         param: the whole parameter.
         tensor: ``param`` itself if the shard is all of it, else a leaf of its own that views the parameter's rows. With
-            a communication hook it is a leaf of its own in both cases, so that shards can be stepped while autograd and
-            DDP still use ``param.grad``. A master weight is a float32 copy of the rows.
+            a hook that steps bucket by bucket it is a leaf of its own in both cases, see
+            :meth:`LocalOptimizer.detach_shards`. A master weight is a float32 copy of the rows.
         is_master: whether ``tensor`` is a master weight.
     """
 
@@ -75,6 +75,15 @@ def gradient_of(shard: LocalShard) -> torch.Tensor | None:
     if grad.stride() != shard.param.stride():
         grad = torch.empty_like(shard.param, dtype=grad.dtype, device=grad.device).copy_(grad)
     return shard.shard.narrow(grad.detach())
+
+
+def check_exact(param: torch.Tensor, label: str) -> None:
+    """Raise a TypeError if a shard cannot take the place of a parameter, because its type is not known."""
+    if type(param) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"{label} is a {type(param).__name__}, but an optimizer class would get a plain Parameter in its place: "
+            f"use partition='whole', no master_weights, and no hook that steps bucket by bucket"
+        )
 
 
 def _view_of(shard: Shard, param: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""The state of an inner optimizer, which scripts for torch's class read by parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class ShardState(defaultdict[Any, Any]):
+    """The state of an inner optimizer, by the tensors that it steps.
+
+    A parameter of which this rank steps another tensor finds the entries of that tensor. A parameter that other ranks
+    own raises a KeyError, where a ``defaultdict`` would make an empty entry.
+
+    Args:
+        entries: the state so far.
+        stepped: returns the tensor that is stepped for a parameter or is stepped itself; None if this rank owns none.
+            A method, which is referred to weakly.
+    """
+
+    def __init__(self, entries: Mapping[Any, Any], stepped: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__(dict, entries)
+        self._stepped = weakref.WeakMethod(stepped)
+
+    def __missing__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
+        """Return the entries of the tensor that is stepped for ``key``, as in a plain optimizer."""
+        stepped = self._stepped()
+        if stepped is None or not isinstance(key, torch.Tensor):
+            return super().__missing__(key)
+        tensor = stepped(key)
+        if tensor is None:
+            raise KeyError(
+                f"a parameter of shape {tuple(key.shape)} that this rank does not own: optimizer.state has the entries "
+                f"of all parameters, and placeholders for those of other ranks"
+            )
+        return super().__missing__(key) if tensor is key else self[tensor]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a ``defaultdict``."""
+        return defaultdict, (dict, dict(self))
