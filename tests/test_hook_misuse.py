@@ -513,3 +513,62 @@ def test_ddp_in_python_is_refused_by_name(hook: str) -> None:
         twins = Twins(hook)
         with pytest.raises((RuntimeError, ValueError, TypeError), match="python_reducer"):
             twins.iterate(0)
+
+
+class _Undefined(torch.autograd.Function):
+    """Gives its second input no gradient on rank 0."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, scale)
+        return inputs * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs, scale = ctx.saved_tensors
+        [gradient] = gradients
+        return gradient * scale, None if dist.get_rank() == 0 else (gradient * inputs).sum().view(1)
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = small_model(), nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(_Undefined.apply(inputs, self.scale))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_gradient_that_one_rank_alone_has_is_stepped_or_told_on_every_rank(hook: str) -> None:
+    twins = Twins(hook, model=Scaling, process_group=group_of())
+    if hook == "interleaved":
+        with pytest.raises(RuntimeError, match="got no gradient in a backward that steps bucket by bucket"):
+            twins.iterate(0)
+    else:
+        for number in range(3):
+            twins.iterate(number)
+        twins.check("with a gradient on one rank")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("order", [0.0, -1.0, -float("inf")])
+def test_orders_of_norms_that_are_not_positive_are_refused(order: float) -> None:
+    twins = Twins("owner")
+    twins.backward(twins.ddp, 0)
+    with pytest.raises(ValueError, match="pass a positive order"):
+        twins.optimizer.clip_grad_norm_(1.0, order)
+    twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+def test_several_optimizers_of_a_stepping_hook_are_refused(hook: str) -> None:
+    model = small_model()
+    ddp, params = DistributedDataParallel(model), list(model.parameters())
+    optimizers = [
+        ZeroRedundancyOptimizer(part, optim.SGD, overlap_with_ddp=True, lr=0.1) for part in (params[:2], params[2:])
+    ]
+    with pytest.raises(TypeError, match="takes one optimizer of a model, but got 2"):
+        register(hook, ddp, optimizers)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an optimizer class finds on a parameter itself: attributes, its type, its identity, its gradient and its state."""
+"""What an optimizer class finds on a parameter itself: attributes, type, identity, gradient and state."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from typing import Any, ClassVar

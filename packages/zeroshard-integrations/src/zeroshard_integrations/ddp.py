@@ -169,6 +169,7 @@ def hook_with_zero_step_interleaved(
 
 
 def _stepping_hook(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
+    _check_sharded(zero)
     exchange = zero.follow_backward(mode, _checked_names(ddp, zero))
     _register_model(ddp, exchange)
     # DDP keeps the hook, so a reference from it to the optimizer would be a cycle through C++. `join_state` belongs to
@@ -199,11 +200,11 @@ def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> Non
 def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
     if _torch_private.has_rebuilt_buckets(ddp):
         return
-    exchange.begin_forward()
+    exchange.hide_for_rebuild()
 
     def end_forward(*_: object) -> None:
         handle.remove()
-        exchange.end_forward()
+        exchange.show_after_rebuild()
 
     # DDP rebuilds before it calls the module, whose own code sees gradients as they are.
     handle = ddp.module.register_forward_pre_hook(end_forward, prepend=True)
@@ -211,7 +212,7 @@ def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None
 
 @_torch_private.disable_dynamo
 def _end_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None:
-    exchange.end_forward()
+    exchange.show_after_rebuild()
     # Raise only after the forward: a rank without data waits for it, and for the backward if that reduces.
     if _torch_private.join_config(ddp).enable and ddp.require_backward_grad_sync:
         raise RuntimeError(_IN_JOIN)

@@ -30,7 +30,7 @@ class Seen:
 
     Attributes:
         layout: the layout that fits the model now.
-        is_new: whether the layout differs from the one in use.
+        is_new: whether the layout differs from the one in use, or must be computed after the backward.
         error: the error on this rank; None if there is none.
         is_agreed: whether all ranks have agreed, during backward, to step with the layout in use.
     """

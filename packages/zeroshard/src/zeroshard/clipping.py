@@ -29,6 +29,8 @@ def clip_over_ranks(
     parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device=first.device)
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:
         max_norm, norm_type = float(max_norm), float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type} is not supported with a communication hook: pass a positive order")
         wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
         proposal.digest, proposal.detail = zlib.crc32(wanted.encode()), lambda: wanted
         held = owned_gradients()

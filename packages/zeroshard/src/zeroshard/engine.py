@@ -1,4 +1,4 @@
-"""Holds the parts of one sharded optimizer, and is the entry of every collective call but ``step()``."""
+"""Holds the parts of one sharded optimizer, and is the entry of its collective calls outside of steps."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Engine:
         return call
 
     def take_buckets(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> GradExchange:
-        """Reduce gradients bucket by bucket from now on. All ranks pass the same ``names``."""
+        """Reduce gradients bucket by bucket from now on. All ranks pass the same ``names``. Collective."""
         self.layouts.rename(names)
         weak = weakref.proxy(self)
         calls = StepCalls(
@@ -194,7 +194,7 @@ class Engine:
         with self.guard:
             norm, factor = clip_over_ranks(
                 self.coordinator,
-                exchange.owned_gradients,
+                exchange.gradients_to_clip,
                 params[0],
                 max_norm,
                 norm_type,

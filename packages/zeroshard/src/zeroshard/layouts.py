@@ -105,6 +105,7 @@ class Layouts:
         """Use the model's names for parameters that the user passed without names. They are equal on all ranks."""
         self.policy = replace(self.policy, names={p: names[p] for p in self._local.params if p in names})
         self.layout = renamed(self.policy, self.layout, self._local.groups)
+        self._local.use(self._local.groups, self.layout.plan)
 
     def add_group(self, append: Callable[[], GroupClass]) -> None:
         """Add a param group, which ``append`` checks and appends, on all ranks or on none. Collective."""

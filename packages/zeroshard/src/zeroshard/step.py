@@ -55,7 +55,7 @@ class Stepper:
         if may_be_torchs and not self.metadata.described and is_torchs_own_step(local.params, local.groups):
             return self.init_state()
         if exchange is not None and early is not None:
-            # This sends nothing, so only this rank raises its errors.
+            # Only this rank raises the errors of a loop that it has found wrong.
             if closure is not None or arguments:
                 raise ValueError(
                     "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
@@ -80,7 +80,10 @@ class Stepper:
         return self.apply(arguments, error)
 
     def look(self, *, as_backward_begins: bool = False) -> Seen:
-        """Return what the user changed since the last step, or an error, which the agreement raises on every rank."""
+        """Prepare a step: return the layout that fits the model, or an error that the agreement raises on all ranks.
+
+        Lays out parameters again that have moved in memory, and ends a backward that has not ended.
+        """
         layout = self.layouts.layout
         if as_backward_begins and self.changes.moved():
             # Rebound data is copied into its buffer after the backward, which may still read the old values.
@@ -110,9 +113,9 @@ class Stepper:
             seen: the result of :meth:`look` when the backward began that may have stepped some buckets.
         """
         with self.guard:
-            return self._apply(arguments, error, seen or self.look(), ends_backward=seen is not None)
+            return self._apply(arguments, error, seen or self.look(), by_bucket=seen is not None)
 
-    def _apply(self, arguments: Mapping[str, Any], error: Exception | None, seen: Seen, *, ends_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
+    def _apply(self, arguments: Mapping[str, Any], error: Exception | None, seen: Seen, *, by_bucket: bool) -> Any:  # noqa: ANN401 - as the inner step
         coordinator, digest, failure, result = self.coordinator, None, None, None
         error = error or seen.error
         try:
@@ -120,7 +123,7 @@ class Stepper:
         except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
             error = error or raised
         if not seen.is_agreed:
-            self._agree_to_begin(seen.layout, error, ends_backward=ends_backward)
+            self._agree_to_begin(seen.layout, error, by_bucket=by_bucket)
             error = None
         if coordinator.position is not None:
             coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
@@ -136,10 +139,10 @@ class Stepper:
         try:
             if error is not None:
                 raise error
-            result = self._update(arguments, ends_backward=ends_backward)
+            result = self._update(arguments, by_bucket=by_bucket)
         except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and raise its error then
             failure = raised
-        self._end(digest, failure, ends_backward=ends_backward)
+        self._end(digest, failure, by_bucket=by_bucket)
         self.changes.record_step()
         if self.debugging is not None:
             is_early = self.exchange is not None and self.exchange.early_steps is not None
@@ -148,7 +151,7 @@ class Stepper:
             self.debugging.log([state.tensors for state in buckets], self.describe)
         return result
 
-    def _agree_to_begin(self, layout: Layout, error: Exception | None, *, ends_backward: bool) -> None:
+    def _agree_to_begin(self, layout: Layout, error: Exception | None, *, by_bucket: bool) -> None:
         """Return if all ranks are about to make the same step, and none has an error. Collective."""
         once = None
         if self.exchange is not None:
@@ -157,7 +160,7 @@ class Stepper:
             with record_function("zeroshard::agree"):
                 check_config(self.coordinator, "step()", layout.config, error=error, once=once)
         except (PeerLostError, DifferentCallsError) as lost:
-            if ends_backward:
+            if by_bucket:
                 # No rank will wait for messages that were sent early.
                 self.guard.mark_broken(lost)
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
@@ -166,26 +169,26 @@ class Stepper:
             raise
         except Exception:
             # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
-            if ends_backward:
-                self._end(None, None, ends_backward=True)
+            if by_bucket:
+                self._end(None, None, by_bucket=True)
             raise
 
-    def _update(self, arguments: Mapping[str, Any], *, ends_backward: bool) -> Any:  # noqa: ANN401 - as the inner step
+    def _update(self, arguments: Mapping[str, Any], *, by_bucket: bool) -> Any:  # noqa: ANN401 - as the inner step
         """Update the shards that backward has not updated. Return the result of the inner step."""
-        if self.exchange is not None and ends_backward and self.local.may_step_in_parts:
+        if self.exchange is not None and by_bucket and self.local.may_step_in_parts:
             return self.exchange.step_rest(arguments)
         if self.exchange is not None:
             self.exchange.table.use()
         with record_function("zeroshard::update"):
             return self.local.step(arguments)
 
-    def _end(self, digest: int | None, failure: Exception | None, *, ends_backward: bool) -> None:
+    def _end(self, digest: int | None, failure: Exception | None, *, by_bucket: bool) -> None:
         """Broadcast and agree; raise the error of any rank's update on every rank. Collective.
 
-        A ``digest`` of None agrees with all; ``ends_backward`` says that buckets may have been sent during backward.
+        A ``digest`` of None agrees with all.
         """
         try:
-            found = self._broadcast_and_agree(digest, failure, ends_backward=ends_backward)
+            found = self._broadcast_and_agree(digest, failure, by_bucket=by_bucket)
         except Exception as raised:
             if self.exchange is not None:
                 self.guard.mark_broken(raised)
@@ -196,11 +199,11 @@ class Stepper:
             raise found
 
     def _broadcast_and_agree(
-        self, digest: int | None, failure: Exception | None, *, ends_backward: bool
+        self, digest: int | None, failure: Exception | None, *, by_bucket: bool
     ) -> Exception | None:
         """Broadcast all parameters, even after a failure. Return the error of any rank after a complete exchange."""
         coordinator, metadata, error, found = self.coordinator, self.metadata, failure, None
-        sent = self.exchange.broadcasts if self.exchange is not None and ends_backward else []
+        sent = self.exchange.broadcasts if self.exchange is not None and by_bucket else []
         try:
             with record_function("zeroshard::broadcast"):
                 broadcast_all(sent or [self.buffers.broadcast])

@@ -14,7 +14,7 @@ from zeroshard_core import Plan, Run
 
 from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
 from zeroshard.local.partial_step import PartialStepper
-from zeroshard.local.shard import LocalShard, gradient_of
+from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import label_in
 
@@ -32,7 +32,7 @@ class Bucket:
         gradients: views of the buffer, each in the shape of its parameter.
         params: the parameters, in the order of ``gradients``.
         present: for each parameter, whether this rank has computed a gradient.
-        announced: the number that the framework gave the bucket.
+        announced: the number that the framework gave the bucket; None if it is ``index``.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Bucket:
     gradients: Sequence[torch.Tensor]
     params: Sequence[torch.Tensor]
     present: tuple[bool, ...]
-    announced: int = 0
+    announced: int | None = None
 
     @property
     def offsets(self) -> list[int]:
@@ -162,8 +162,13 @@ class BucketState:
                 self._partial.step(arguments)
 
     def step_early(self) -> None:
-        """Step during backward, when all ranks have all gradients. :meth:`step` raises the optimizer's error."""
+        """Step during backward, when all ranks have all gradients. :meth:`step` raises the error."""
         try:
+            if not all(self.present):
+                raise RuntimeError(
+                    "a parameter got no gradient in a backward that steps bucket by bucket: build "
+                    "DistributedDataParallel with find_unused_parameters=True"
+                )
             self.step(self.present, {})
             self.is_stepped_early = True
         except Exception as error:  # noqa: BLE001 - reported after all ranks have sent their shards
@@ -181,7 +186,8 @@ class Rest:
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients of this rank's shards."""
-        return [gradient_of(shard) for shard in self.shards]
+        found = [(shard, shard.param.grad) for shard in self.shards]
+        return [None if grad is None else shard.shard.narrow(grad.detach()) for shard, grad in found]
 
     def step(self, arguments: Mapping[str, object]) -> None:
         """Step this rank's shards."""

@@ -37,7 +37,7 @@ from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout
 
-_Reduced = Future[torch.Tensor]
+_BucketFuture = Future[torch.Tensor]
 _PATIENCE = 5.0
 """Seconds for which a rank with an incomplete backward waits for slower ranks."""
 
@@ -133,7 +133,7 @@ class GradExchange:
         self._seen: Seen | None = None
         self.early_steps = EarlySteps(guard, calls.has_new_hyperparameters) if steps_early else None
 
-    def begin_forward(self) -> None:
+    def hide_for_rebuild(self) -> None:
         """Prepare for a forward in which DDP rebuilds its buckets, and copies ``param.grad``."""
         # The forward before may have been interrupted.
         self.table.show()
@@ -141,8 +141,8 @@ class GradExchange:
             self.buckets.release_replaced()
         self.table.hide()
 
-    def end_forward(self) -> None:
-        """Undo :meth:`begin_forward`; no-op without it."""
+    def show_after_rebuild(self) -> None:
+        """Undo :meth:`hide_for_rebuild`; no-op without it."""
         self.table.show()
 
     @disable_dynamo
@@ -196,7 +196,7 @@ class GradExchange:
             )
         return replace(bucket, index=len(before), announced=bucket.index)
 
-    def _send(self, bucket: Bucket, reduce: Callable[[], _Reduced] | None) -> _Reduced:
+    def _send(self, bucket: Bucket, reduce: Callable[[], _BucketFuture] | None) -> _BucketFuture:
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
             if self.mode.is_interleaved:
@@ -209,18 +209,18 @@ class GradExchange:
         result = reduce() if reduce is not None else None
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer) if reduce is None else None
-        done: _Reduced = Future(devices=self._devices)
+        done: _BucketFuture = Future(devices=self._devices)
         if self._steps_buckets and self.buckets.transport.uses_thread:
             # Post receives before the worker thread may send, so that their order is fixed.
             state.broadcast.expect()
         # A bucket without its own number may be the last one, after which DDP waits for all.
-        is_last = bucket.is_last or bucket.announced != bucket.index
+        is_last = bucket.is_last or bucket.announced not in (None, bucket.index)
         leave = 0 if is_last else 1 if self.mode.is_interleaved else None
         self._queue.add(partial(self._finish_bucket, state, work, result, done), work, leave=leave)
         return done
 
     def _finish_bucket(
-        self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None, done: _Reduced
+        self, state: BucketState, work: BucketReduceWork | None, result: _BucketFuture | None, done: _BucketFuture
     ) -> None:
         """Finish the reduction of one bucket, and step it if buckets are stepped one by one."""
         buffer, guard = state.buffer, self._guard
@@ -265,7 +265,7 @@ class GradExchange:
         A callback of autograd calls this at the end of a backward, or of one nested in it by activation checkpoints.
         """
         arrived = self.buckets.arrived
-        if self.is_receiving and len(arrived) > 1 and not any(state.announced for state in arrived):
+        if self.is_receiving and len(arrived) > 1 and all(state.announced == 0 for state in arrived):
             self.end()
         self._arrived_before = len(arrived)
 
@@ -292,10 +292,11 @@ class GradExchange:
         return None
 
     def prepare_step(self) -> None:
-        """Determine which gradients the next step uses; end a backward that stopped after its last bucket.
+        """Determine which gradients the next step uses.
 
         Raises:
-            RuntimeError: if a backward has not ended, or gradients were never reduced.
+            RuntimeError: if gradients were never reduced, or a backward has not ended. In the second case this ends the
+                backward with the other ranks, or closes the connections.
         """
         if self.is_receiving:
             error = self._unended()
@@ -358,7 +359,7 @@ class GradExchange:
         self.buckets.rest.step(arguments)
         self.buckets.rest.broadcast.send()
 
-    def owned_gradients(self) -> list[torch.Tensor]:
+    def gradients_to_clip(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step uses."""
         self.prepare_step()
         found = [*self.buckets.rest.gradients()]

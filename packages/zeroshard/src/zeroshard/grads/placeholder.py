@@ -210,9 +210,10 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
     norms, owned = gradient._norms_for("clamping"), gradient.owned
     if gradient._reduced is not Reduced.ZERO:
+        # Recorded first, because wrong arguments raise on every rank.
+        norms.record_clamp(gradient._tensor, min, max)
         if owned is not None:
             owned.clamp_(min, max)
-        norms.record_clamp(gradient._tensor, min, max)
     elif (min is not None and min > 0) or (max is not None and max < 0):
         raise gradient.refusal(f"clamping to {min} and {max}", "it was set to zero")
     return gradient
