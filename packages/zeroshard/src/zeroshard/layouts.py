@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from zeroshard_comm import Coordinator, agreed
+from zeroshard_core import Plan
 
 from zeroshard.changes import Changes
 from zeroshard.grads.buckets import Buckets
@@ -18,7 +19,7 @@ from zeroshard.plan.costs import with_classes
 from zeroshard.plan.group_classes import GroupClass
 from zeroshard.plan.groups import active_mask, check_members, check_memory, parameters_of, same_place
 from zeroshard.plan.hyperparameters import settings_of
-from zeroshard.plan.layout import Layout, Policy, next_layout, renamed, same_shards, with_settings
+from zeroshard.plan.layout import Layout, Policy, label_in, next_layout, renamed, same_shards, with_settings
 
 _logger = logging.getLogger(__name__)
 
@@ -76,9 +77,20 @@ class Layouts:
             if layout.config.digest == self.layout.config.digest:
                 layout = self.layout
             else:
-                self._local.check_not_converted(self.layout.plan, layout.plan)
+                self._check_not_converted(layout.plan)
         self._local.masters.refresh()
         return layout
+
+    def _check_not_converted(self, plan: Plan) -> None:
+        """Raise a ValueError if a parameter with state on this rank was converted since the layout in use."""
+        for index, shard in self._local.shards.items():
+            has_state = shard.is_master or bool(self._local.own_state(shard))
+            if has_state and not same_place(self.layout.plan.tensors[index], plan.tensors[index]):
+                raise ValueError(
+                    f"{label_in(plan, index)} has optimizer state, and has changed its dtype, device or memory format: "
+                    f"convert the model before the optimizer is built, or convert it back before step() and "
+                    f"load_state_dict()"
+                )
 
     def adopt(self, layout: Layout) -> None:
         """Adopt a layout on which all ranks agree. No-op if it is in use."""
@@ -119,7 +131,7 @@ class Layouts:
                 classes = [*policy.classes, append()]
                 policy = with_classes(policy, classes, local.groups)
                 layout = next_layout(policy, layout, local.groups)
-                local.check_not_converted(self.layout.plan, layout.plan)
+                self._check_not_converted(layout.plan)
                 defaults = local.dry_run(layout.plan, policy.classes)
                 if self.buckets is not None:
                     self.buckets.check_layout(parameters_of(local.groups), layout)

@@ -21,7 +21,7 @@ from zeroshard.local.shard import LocalShard, check_exact, gradient_of
 from zeroshard.local.shard_state import ShardState
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
-from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
+from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of
 from zeroshard.plan.layout import Policy, label_in
 
 Closure = Callable[[], Any]
@@ -158,10 +158,7 @@ class LocalOptimizer:
 
     def _stepped_for(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that is stepped for a parameter, or is stepped itself; None if this rank owns none."""
-        for shard in self.shards.values():
-            if param is shard.tensor or param is shard.param:
-                return shard.tensor
-        return None
+        return self._stepped.get(param)
 
     @property
     def states(self) -> list[MutableMapping[Any, Any]]:
@@ -248,17 +245,6 @@ class LocalOptimizer:
             state, new = self.member_of(index).state, self.shards[index]
             if new is not shard and shard.tensor in state:
                 state[new.tensor] = state.pop(shard.tensor)
-
-    def check_not_converted(self, before: Plan, now: Plan) -> None:
-        """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
-        for index, shard in self.shards.items():
-            has_state = shard.is_master or bool(self.own_state(shard))
-            if has_state and not same_place(before.tensors[index], now.tensors[index]):
-                raise ValueError(
-                    f"{label_in(now, index)} has optimizer state, and has changed its dtype, device or memory format: "
-                    f"convert the model before the optimizer is built, or convert it back before step() and "
-                    f"load_state_dict()"
-                )
 
     def check_gradients(self) -> None:
         """Raise a RuntimeError if a cut parameter has a sparse gradient, before anything is stepped."""
@@ -372,6 +358,7 @@ class LocalOptimizer:
         self.local_groups = [_membership(*each) for each in zip(self.groups, members, strict=True)]
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
+        self._stepped = {tensor: s.tensor for s in self.shards.values() for tensor in (s.tensor, s.param)}
         self.extra.rebuild([*self.shards.values()])
 
 
