@@ -65,7 +65,8 @@ def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str
     said = str(failure).partition("\n")[0] or type(failure).__name__
     return PeerLostError(
         f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call {operation} "
-        f"within the process group's timeout. Look at {whose} output first. (The backend said: {said})",
+        f"within the process group's timeout. Look at {whose} output first.{_uneven(operation)} "
+        f"(The backend said: {said})",
         peer,
     )
 
@@ -75,9 +76,15 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
     who, whose = ("one", "all ranks") if peer is None else (f"rank {peer}", f"rank {peer}")
     return PeerLostError(
         f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
-        f"or did not call {operation} within the process group's timeout. Look at the output of {whose} first",
+        f"or did not call {operation} within the process group's timeout. Look at the output of {whose} first."
+        f"{_uneven(operation)}",
         peer,
     )
+
+
+def _uneven(operation: str) -> str:
+    advice = " With uneven data use zeroshard_integrations.join.Join([ddp, optimizer]), and not ddp.join()."
+    return advice if operation == "step()" else ""
 
 
 def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostError:
