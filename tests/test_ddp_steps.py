@@ -31,6 +31,13 @@ def test_a_step_without_gradients_does_nothing(unused: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
+def unreduced() -> nn.Parameter:
+    """Return a parameter that DDP was told to ignore, which alone may be added later."""
+    param = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    param._ddp_ignored = True
+    return param
+
+
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_what_was_accumulated_outlives_a_group_that_is_added() -> None:
     twins = Twins("owner", groups=lambda module: list(module.parameters()))
@@ -39,7 +46,7 @@ def test_what_was_accumulated_outlives_a_group_that_is_added() -> None:
         optimizer.zero_grad(set_to_none=False)
         with ddp.no_sync():
             twins.backward(ddp, 1)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+        optimizer.add_param_group({"params": [unreduced()]})
         twins.backward(ddp, 2)
         optimizer.step()
     twins.check("after the window")
@@ -55,7 +62,7 @@ def test_a_group_that_is_added_between_backward_and_step_is_no_change(hook: str)
             twins.backward(ddp, number)
             if ddp is twins.plain_ddp:
                 optimizer.step()
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.5})
+            optimizer.add_param_group({"params": [unreduced()], "lr": 0.5})
             if ddp is twins.ddp:
                 optimizer.step()
         twins.check(f"after iteration {number}")

@@ -70,12 +70,20 @@ class Buckets:
         self._lay_out_rest()
 
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Raise a ValueError, on this rank only, if parameters have been moved. Call it before ranks agree."""
+        """Raise a ValueError, on this rank only, if parameters were moved or added. Call it before ranks agree."""
         if common_device(params, layout) != self._device:
             raise ValueError(
                 f"parameters were on {self._device} when the communication hook began to work, and have been moved: "
                 f"move the model before DistributedDataParallel and the optimizer are built"
             )
+        # Before the first backward nobody knows what DistributedDataParallel reduces.
+        for index in range(len(self._local.params), len(params)) if self.by_index else ():
+            if not getattr(params[index], "_ddp_ignored", False):
+                raise ValueError(
+                    f"{label_in(layout.plan, index)} is added after the first backward with a communication hook, and "
+                    f"DistributedDataParallel does not reduce it.\nBuild both with all parameters and "
+                    f"find_unused_parameters=True; then freeze some, and unfreeze them later"
+                )
 
     def _lay_out_rest(self) -> None:
         self._known = frozenset([tensor for state in self.by_index.values() for tensor in state.tensors])
