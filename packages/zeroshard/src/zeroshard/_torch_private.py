@@ -32,6 +32,7 @@ USED: Mapping[str, str] = {
     "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_": "how GradScaler reaches gradients without memory",
     "torch._amp_foreach_non_finite_check_and_unscale_": "what GradScaler does to gradients, for those with memory",
     "torch.ops.aten._to_copy": "how a model's conversion reaches gradients without memory",
+    "torch.ops.aten._unsafe_view": "how flatten() of a tensor that is not in row-major order reaches such gradients",
     "torch.ops.aten._has_compatible_shallow_copy_type": "what a conversion asks on devices outside of torch itself",
     "torch.ops.aten._pin_memory": "how a checkpoint that is staged reaches state without memory",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
@@ -60,6 +61,7 @@ ATEN_FOREACH_CLAMP_MAX_ = torch.ops.aten._foreach_clamp_max_.Scalar
 ATEN_AMP_UNSCALE_ = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
+ATEN_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 ATEN_SHALLOW_COPY = torch.ops.aten._has_compatible_shallow_copy_type.default
 ATEN_PIN_MEMORY = torch.ops.aten._pin_memory.default
 DispatchMode = TorchDispatchMode

@@ -172,8 +172,8 @@ class GradNorms:
         """Return why an operation on a placeholder is refused, and what to do instead."""
         if not self.steps_early:
             return (
-                "every rank knows its 2-norm, p.grad.norm(), which is finite if all values are; it can be multiplied "
-                "by a number or clamped in place. To change it in another way, use a hook of the tensor"
+                "every rank knows its 2-norm, p.grad.norm(), which is finite if all values are.\n"
+                "Multiply it by numbers or clamp it in place; change it otherwise in a hook of the tensor"
             )
         if operation == "unscaling":
             return (

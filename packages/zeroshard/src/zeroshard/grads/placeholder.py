@@ -9,6 +9,7 @@ functions, unscale it by torch's GradScaler, and step.
 from __future__ import annotations
 
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -47,6 +48,7 @@ class GradPlaceholder(TensorWithoutValues):
         tensor: the parameter's index in the plan.
         name: the parameter's name, for messages.
         table: holds the state of the gradient.
+        device: the parameter's if None.
     """
 
     _tensor: int
@@ -55,11 +57,16 @@ class GradPlaceholder(TensorWithoutValues):
 
     @staticmethod
     def __new__(
-        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, table: GradTable
+        cls: type[GradPlaceholder],
+        param: torch.Tensor,
+        tensor: int,
+        name: str,
+        table: GradTable,
+        device: torch.device | None = None,
     ) -> GradPlaceholder:
         """Make a tensor without memory."""
         made = private.make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=device or param.device
         )
         made._tensor, made._title = tensor, name
         # Weak, because the table refers to the parameter, whose gradient this is: such a cycle is never collected.
@@ -70,9 +77,30 @@ class GradPlaceholder(TensorWithoutValues):
         """Return name, shape and dtype; there are no values."""
         return f"GradPlaceholder({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __format__(self, spec: str) -> str:
+        """Return name, shape and dtype; raise a RuntimeError if ``spec`` formats a value, as of a scalar."""
+        if spec:
+            raise self.refusal(f"formatting its value as {spec!r}")
+        return repr(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raise a RuntimeError, because a copy would belong to no parameter."""
         raise self.refusal("a deep copy")
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The placeholder. Assigning a tensor assigns ``param.grad``, which the next step refuses on every rank."""
+        return self
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if isinstance(values, GradPlaceholder) and values._tensor == self._tensor:
+            # A conversion of the model.
+            torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined] # torch annotates it as a tensor
+            return
+        if not self._table.is_grad(self):
+            self._norms_for("assigning .data")
+        self._table.assign(self._tensor, values)
 
     @property
     def _table(self) -> GradTable:
@@ -118,12 +146,41 @@ class GradPlaceholder(TensorWithoutValues):
 
     def refusal(self, operation: str, advice: str = "") -> RuntimeError:
         """Return the error that refuses an operation; ``advice`` replaces the general advice."""
-        if not advice and operation in ("a deep copy", "pickling"):
+        if reader := _optimizer_that_steps():
+            return RuntimeError(
+                f"{reader}.step() reads the gradient of {self._title!r}, which a communication hook has sharded.\n"
+                f"Call step() of the hook's own ZeroRedundancyOptimizer, and of no other optimizer"
+            )
+        if not advice and operation in ("a deep copy", "pickling", "sharing its memory"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
         advice = advice or self._table.norms.advice(operation)
+        begin = "\n" if "\n" in advice else " "
         return RuntimeError(
-            f"the gradient of {self._title!r} is sharded, and {operation} is not supported on it: {advice}"
+            f"the gradient of {self._title!r} is sharded, and {operation} is not supported on it:{begin}{advice}"
         )
+
+
+class _Squares(TensorWithoutValues):
+    """The squares of the values of a gradient, of which only the sum is known."""
+
+    _gradient: GradPlaceholder
+    _sum: torch.Tensor
+
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error that refuses an operation, by its name."""
+        return self._gradient.refusal(f"{operation} of its squares")
+
+
+def _optimizer_that_steps() -> str:
+    """Return the class of the optimizer without a hook whose ``step()`` calls this; empty if there is none."""
+    name = ""
+    for frame, _ in traceback.walk_stack(None):
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, torch.optim.Optimizer):
+            if getattr(caller, "takes_buckets", False):
+                return ""
+            name = type(caller).__name__
+    return name
 
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
@@ -135,10 +192,30 @@ def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
 
 def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None, **_: object) -> GradPlaceholder:  # noqa: ANN401 - torch's
     """Return a placeholder of another dtype or device, for the gradient of a converted model."""
-    like = torch.empty_strided(
-        gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
-    )
-    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._table)
+    like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device="meta")
+    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._table, device or gradient.device)
+
+
+def _view(gradient: GradPlaceholder, size: Sequence[int]) -> GradPlaceholder:
+    """Return a placeholder of another shape, which has the same norm."""
+    like = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta").view(size)
+    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._table, gradient.device)
+
+
+def _clone(gradient: GradPlaceholder, *, memory_format: torch.memory_format | None = None) -> GradPlaceholder:
+    """Return a placeholder in row-major order, with which a flatten() begins; refuse other copies."""
+    if memory_format is not torch.contiguous_format or gradient.is_contiguous():
+        raise gradient.refusal("copying")
+    return _view(gradient, gradient.shape)
+
+
+def _squares(gradient: GradPlaceholder, exponent: float) -> _Squares:
+    if exponent != 2:
+        raise gradient.refusal(f"the power {exponent}")
+    made = private.make_wrapper_subclass(_Squares, gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    # Read the norm now, because the loop may scale the gradient before it asks for the sum.
+    made._gradient, made._sum = gradient, gradient._known_norm("a sum of squares", torch.float64).square()
+    return made
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
@@ -158,10 +235,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if held is target and held._reduced is Reduced.REDUCING:
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
         return held
-    if held is target or not private.in_autograd():
+    if held is target or not (private.in_autograd() or held._reduced is Reduced.ZERO):
         advice = (
-            "if DistributedDataParallel copies it to rebuild its buckets, in its second forward, call "
-            "zero_grad(set_to_none=True) before that, or register the hook by register_reduce_to_owner(ddp, optimizer)"
+            "DistributedDataParallel copies gradients when it wraps a model, and in its second forward: call "
+            "zero_grad() before that; or, for the forward, register_reduce_to_owner(ddp, optimizer), and call ddp(...)"
         )
         raise held.refusal("copying", advice)
     return held._table.copy_local(held._tensor, target)
@@ -188,7 +265,12 @@ def _norm(
 def _foreach_norm(
     gradients: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    return [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients]
+    return [
+        _norm(gradient, order, dtype=dtype)
+        if isinstance(gradient, GradPlaceholder)
+        else torch.linalg.vector_norm(gradient, order, dtype=dtype)
+        for gradient in gradients
+    ]
 
 
 def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: bool = False) -> torch.Tensor:
@@ -196,6 +278,8 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     assert isinstance(held, GradPlaceholder)
     if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         raise held.refusal("an operation with another tensor than a number")
+    if isinstance(factor, complex) or (isinstance(factor, torch.Tensor) and factor.is_complex()):
+        raise held.refusal("scaling by a complex number", "multiply it by a real number")
     norms, owned = held._norms_for("scaling"), held.owned
     if held._reduced is not Reduced.ZERO:
         # Record it first, because a factor that is not a number raises on every rank.
@@ -259,8 +343,13 @@ GradPlaceholder.allowed = {
     # torch gives this answer for its own devices.
     private.ATEN_SHALLOW_COPY: lambda one, other: one.device.type == other.device.type,
     _aten.copy_.default: _copy,
-    _aten.linalg_vector_norm.default: _norm,
+    # A copy, because loops clamp a norm in place.
+    _aten.linalg_vector_norm.default: lambda *args, **options: _norm(*args, **options).clone(),
     private.ATEN_FOREACH_NORM: _foreach_norm,
+    _aten.view.default: _view,
+    private.ATEN_UNSAFE_VIEW: _view,
+    _aten.clone.default: _clone,
+    _aten.pow.Tensor_Scalar: _squares,
     _aten.mul_.Tensor: _scale,
     _aten.div_.Tensor: partial(_scale, divides=True),
     **dict.fromkeys(private.ATEN_FOREACH_MUL_, _foreach(torch.Tensor.mul_)),
@@ -269,4 +358,7 @@ GradPlaceholder.allowed = {
     private.ATEN_FOREACH_CLAMP_MIN_: _foreach(lambda gradient, low: gradient.clamp_(min=low)),
     private.ATEN_FOREACH_CLAMP_MAX_: _foreach(lambda gradient, high: gradient.clamp_(max=high)),
     private.ATEN_AMP_UNSCALE_: _unscale,
+}
+_Squares.allowed = {
+    _aten.sum.default: lambda squares, dtype=None: squares._sum.to(dtype or squares.dtype, copy=True),
 }

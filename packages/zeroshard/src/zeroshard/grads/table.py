@@ -84,6 +84,10 @@ class GradTable:
         """Return True if a placeholder is the gradient of its parameter now."""
         return self._params[placeholder._tensor].grad is placeholder
 
+    def assign(self, tensor: int, values: torch.Tensor) -> None:
+        """Assign ``param.grad``, which :meth:`refresh` refuses before the next step."""
+        self._params[tensor].grad = values
+
     def changed(self) -> str:
         """Return the name of a tensor whose reduced gradient the loop has removed or set to zero; empty without one."""
         for tensor, (expected, reduced) in enumerate(zip(self._expected, self._reduced, strict=True)):
@@ -191,7 +195,7 @@ class GradTable:
         if self._reduced[tensor] is not _USED:
             why = (
                 "has a gradient that an earlier backward() has reduced, and nothing can be added to it: accumulate "
-                "under ddp.no_sync(), and synchronize only the last backward"
+                "under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it"
             )
         else:
             why = "still has the gradient of the last step: call optimizer.zero_grad() before backward()"
@@ -203,12 +207,13 @@ class GradTable:
         """Return the error for a gradient with values of this rank alone."""
         if self._reduced[tensor] is _REDUCED:
             why = (
-                "was replaced after backward() had reduced it: .grad was assigned, or made by a backward under "
-                "no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+                "was replaced after backward() had reduced it: .grad or .grad.data was assigned, or made by a backward "
+                "under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
             )
         else:
             why = (
-                "has not been reduced: the last backward() before step() was under no_sync(), and must not be; or a "
-                "parameter is unused, which needs find_unused_parameters=True, or was frozen: wrap the model again"
+                "has not been reduced by backward(): .grad was assigned, as after torch.autograd.grad(); or the last "
+                "backward() before step() was under no_sync(), and must not be; or a parameter is unused, which needs "
+                "find_unused_parameters=True, or was frozen: wrap the model again"
             )
         return RuntimeError(f"the gradient of {label_in(self._plan, tensor)} {why}")

@@ -43,7 +43,11 @@ class TensorWithoutValues(torch.Tensor):
         """Raise a RuntimeError, because there is no memory to read."""
         raise self.refusal("reading its memory")
 
-    numpy = tolist = untyped_storage = share_memory_ = __dlpack__ = __dlpack_device__ = _read_memory
+    def share_memory_(self) -> NoReturn:
+        """Raise a RuntimeError, because there is no memory to share."""
+        raise self.refusal("sharing its memory")
+
+    numpy = tolist = untyped_storage = __dlpack__ = __dlpack_device__ = _read_memory
 
 
 class StatePlaceholder(TensorWithoutValues):
