@@ -187,7 +187,7 @@ def test_a_hook_that_was_registered_without_the_model(views: bool) -> None:
 def test_gradients_that_are_kept_while_ddp_rebuilds_its_buckets_without_the_model() -> None:
     twins = BareTwins("owner")
     twins.backward(twins.ddp, 0)
-    match = r"second forward, call zero_grad\(set_to_none=True\) before that, or register the hook by register_reduce"
+    match = r"in its second forward: call zero_grad\(\) before that; or, for the forward, register_reduce_to_owner"
     with pytest.raises(RuntimeError, match=match):
         twins.backward(twins.ddp, 1)
 
