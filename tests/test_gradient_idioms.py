@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp_training import HOOKS, Twins, batch, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from training import small_model
+from training import EVERYWHERE, cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import PeerLostError
 from zeroshard_integrations.ddp import reduce_to_owner_hook
@@ -66,7 +66,8 @@ IDIOMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.ranks(1, 2, backend="gloo")
+@pytest.mark.usefixtures("tensors_on_the_device")
+@pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 @pytest.mark.parametrize("model", [small_model, convolution])
@@ -83,6 +84,28 @@ def test_norms_by_other_words(partition: str, model: Callable[[], nn.Module], *,
                     found, expected, rtol=1e-13, atol=0, msg=lambda text, at=name: f"{at}: {text}"
                 )
     step_and_check(twins)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_norms_by_other_words_beside_master_weights(partition: str) -> None:
+    sides = []
+    for is_sharded in (True, False):
+        model = small_model().to(torch.bfloat16)
+        ddp = DistributedDataParallel(model)
+        if is_sharded:
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), optim.SGD, partition=cutting(partition), master_weights=True, lr=0.1
+            )
+            register("owner", ddp, optimizer)
+        ddp(batch(0).bfloat16()).square().mean().backward()
+        sides.append(list(model.parameters()))
+    for name, read in IDIOMS.items():
+        for param, other in zip(*sides, strict=True):
+            found, expected = read(param.grad), read(other.grad)
+            assert found.dtype is expected.dtype, name
+            # bfloat16 has 8 bits, and torch rounds each square.
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
 
 
 @pytest.mark.ranks(2, backend="gloo")
