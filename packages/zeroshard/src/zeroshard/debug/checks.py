@@ -76,10 +76,10 @@ class StepChecks:
         index = found[0]
         owner, *_ = plan.owners[index]
         odd = [str(rank) for rank, digest in enumerate(by_tensor[index]) if digest != by_tensor[index][owner]]
-        on = "ranks" if len(odd) > 1 else "rank"
+        s = "s" if len(odd) > 1 else ""
         others = f" So do {len(found) - 1} other tensors." if len(found) > 1 else ""
         raise DisagreementError(
-            f"{operation}: the {what} {label_in(plan, index)} differs between ranks: on {on} {', '.join(odd)} it is "
+            f"{operation}: the {what} {label_in(plan, index)} differs between ranks: on rank{s} {', '.join(odd)} it is "
             f"not what rank {owner} has, which owns it.{others} Change the model alike on every rank"
         )
 
