@@ -17,6 +17,7 @@ from zeroshard.local.build import build_optimizers
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.methods import show_shards_to_methods, weakly
+from zeroshard.local.one_loss import with_one_loss
 from zeroshard.local.shard import LocalShard, check_exact, gradient_of
 from zeroshard.local.shard_state import ShardState
 from zeroshard.plan.eligibility import may_step_in_parts
@@ -295,7 +296,7 @@ class LocalOptimizer:
     def _step(self, inner: optim.Optimizer, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what it returns
         if "step" in vars(inner):
             with self.exchanged():
-                return inner.step(**arguments)
+                return inner.step(**with_one_loss(inner, arguments))
         positional: tuple[Any, ...] = (inner,)
         keywords = dict(arguments)
         for pre_hook in list(step_pre_hooks(inner).values()):
@@ -303,6 +304,8 @@ class LocalOptimizer:
             if changed is not None:
                 positional, keywords = changed
         with self.exchanged():
+            if "closure" in keywords:
+                keywords = with_one_loss(inner, keywords)
             # Call it without the wrapper, so that hooks for all optimizers are called once per step.
             result = unwrapped_step(type(inner))(*positional, **keywords)
         for post_hook in list(step_post_hooks(inner).values()):
