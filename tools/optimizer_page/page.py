@@ -15,8 +15,10 @@ _HEAD = """<!-- Written by tools/optimizer_page; a change belongs there. -->
 Each rank steps only the tensors that it owns. That gives what one process gives if the optimizer updates each tensor by
 itself, as most do. An optimizer that **couples** tensors, such as Prodigy, which estimates one step size from all of
 them, would train differently, without an error. So `ZeroRedundancyOptimizer` refuses those that it knows, by name, with
-an error on every rank. With `coupled="allow"` it accepts them: all ranks still hold the same parameters, but on each of
-them the optimizer sees only the tensors that the rank owns.
+an error on every rank. It tries others for a few milliseconds, on a matrix and a vector, with large and small
+gradients, and refuses one that steps them together otherwise than apart; one that cannot be tried is accepted, and
+named in the log at level `INFO`. With `coupled="allow"` it accepts all: all ranks still hold the same parameters,
+but on each of them the optimizer sees only the tensors that the rank owns.
 
 {func}`zeroshard.check_optimizer` tries out a class that is not on this page:
 

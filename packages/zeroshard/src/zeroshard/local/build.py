@@ -15,6 +15,7 @@ from zeroshard.plan.eligibility import (
 )
 from zeroshard.plan.group_classes import GroupClass, assign
 from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.optimizer_check import refuse_coupling
 
 
 def build_optimizers(
@@ -36,6 +37,8 @@ def build_optimizers(
             raise type(error)(f"{chosen.name}: {error}") from error
         check_uncoupled(made, chosen.arguments, coupled)
         check_differentiable(made)
+        if coupled == "refuse":
+            refuse_coupling(made, chosen, own)
         warn_of_own_state(made)
         built.append(made)
     return built

@@ -141,8 +141,7 @@ def check_class_uncoupled(factory: OptimizerFactory, coupled: Coupled) -> None:
 
 def _check(kind: type, given: list[dict[str, Any]]) -> None:
     """Raise a ValueError if a class couples tensors, always or with the settings of a param group."""
-    for base in kind.__mro__:
-        name = f"{base.__module__.partition('.')[0]}.{base.__qualname__}"
+    for name in _names(kind):
         coupling = COUPLED.get(name)
         if coupling is None:
             continue
@@ -154,11 +153,26 @@ def _check(kind: type, given: list[dict[str, Any]]) -> None:
         ]
         if found or not coupling.arguments:
             called, instead = (f"{name} with {found[0]}", f"it without {found[0]}, ") if found else (name, "")
-            raise ValueError(
-                f"{called} couples tensors: it {coupling.why}, but each rank steps only the tensors that it owns. Use "
-                f"{instead}an optimizer that updates each tensor by itself, such as torch.optim.AdamW, or this one "
-                f"unsharded; or pass coupled='allow' if each rank may see only its own tensors"
-            )
+            raise coupling_error(called, coupling.why, instead)
+
+
+def _names(kind: type) -> list[str]:
+    """Return the names of a class and its bases, as in :data:`COUPLED`."""
+    return [f"{base.__module__.partition('.')[0]}.{base.__qualname__}" for base in kind.__mro__]
+
+
+def is_known(kind: type[optim.Optimizer]) -> bool:
+    """Return True if a class is torch's own, or it is known when it couples tensors."""
+    return kind.__module__.startswith("torch.") or any(name in COUPLED for name in _names(kind))
+
+
+def coupling_error(name: str, why: str, instead: str = "") -> ValueError:
+    """Return the error for a class that couples tensors. ``why`` completes a sentence that begins with "it"."""
+    return ValueError(
+        f"{name} couples tensors: it {why}, but each rank steps only the tensors that it owns. Use {instead}an "
+        f"optimizer that updates each tensor by itself, such as torch.optim.AdamW, or this one unsharded; or pass "
+        f"coupled='allow' if each rank may see only its own tensors"
+    )
 
 
 STEPPED_IN_PARTS = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
