@@ -18,6 +18,7 @@ from zeroshard_comm import (
     DisagreementError,
     Position,
     RankGroup,
+    agreed,
 )
 
 
@@ -78,6 +79,45 @@ def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
     with pytest.raises(LibraryError, match=r"^no$") as caught:
         Coordinator(RankGroup.of()).agree("load()", error=error)
     assert caught.value is error
+
+
+@pytest.mark.ranks(1, 3, backend="gloo")
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("while_another_is_handled", [True, False])
+def test_an_error_that_all_ranks_have_keeps_what_it_was_raised_from(
+    explicit: bool, while_another_is_handled: bool
+) -> None:
+    reason = KeyError("x")
+
+    def call() -> None:
+        with pytest.raises(ValueError, match="mine") as caught, agreed(Coordinator(RankGroup.of()), "load()"):
+            try:
+                raise reason
+            except KeyError:
+                if not explicit:
+                    raise ValueError("mine")  # noqa: B904 - the implicit context is what is tested
+                raise ValueError("mine") from reason
+        assert caught.value.__context__ is reason
+        assert caught.value.__cause__ is (reason if explicit else None)
+        assert caught.value.__suppress_context__ is explicit
+
+    if not while_another_is_handled:
+        call()
+        return
+    try:
+        raise OSError("before")
+    except OSError:
+        call()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_chain_of_one_ranks_error_is_there_on_that_rank(rank: int) -> None:
+    error = ValueError("mine")
+    error.__cause__ = reason = KeyError("x")
+    with pytest.raises(ValueError, match="rank 1: mine") as caught:
+        Coordinator(RankGroup.of()).agree("load()", error=error if rank else None)
+    assert caught.value.__cause__ is (error if rank else None)
+    assert not rank or error.__cause__ is reason
 
 
 @pytest.mark.ranks(4, backend="gloo")

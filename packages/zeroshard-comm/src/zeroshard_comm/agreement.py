@@ -139,7 +139,7 @@ class Coordinator:
             PeerLostError: if a rank is gone.
             RuntimeError: if another thread is in an agreement of this process group.
             Exception: if a rank passed an error. It has the same built-in type, and a message that names the rank; on
-                that rank the error is its cause.
+                that rank the error is its cause, or the error itself, with its own cause, if all ranks have the same.
         """
         self.flagged, failure = flag, error
         if not self.is_single_rank:
@@ -151,11 +151,16 @@ class Coordinator:
                     failure = self._exchange_errors(operation, digest, held, error, explain)
         if failure is None:
             return self.flagged
+        context = failure.__context__
         try:
-            raise failure from (error if failure is not error else None)
+            if failure is error:
+                raise failure
+            raise failure from error
         finally:
+            # Python replaces it where this is called while another error is handled.
+            failure.__context__ = context or failure.__context__
             # Break the cycle of the error and its traceback, so that objects in its frames are freed at once.
-            del failure, error
+            del failure, error, context
 
     def gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
         """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
@@ -353,6 +358,7 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain = explain_
     except StopIteration as error:
         # A generator must not raise StopIteration.
         failure = RuntimeError(f"StopIteration: {error}")
+        failure.__cause__ = error
     except Exception as error:  # noqa: BLE001 - raised on every rank by the agreement
         failure = error
     coordinator.agree(

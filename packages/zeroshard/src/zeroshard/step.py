@@ -165,7 +165,7 @@ class Stepper:
                 self.guard.mark_broken(lost)
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
             if error is not None and isinstance(lost, PeerLostError):
-                raise error from lost
+                raise error from (error.__cause__ or error.__context__ or lost)
             raise
         except Exception:
             # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
@@ -193,7 +193,7 @@ class Stepper:
             if self.exchange is not None:
                 self.guard.mark_broken(raised)
             if failure is not None and isinstance(raised, PeerLostError):
-                raise failure from raised
+                raise failure from (failure.__cause__ or failure.__context__ or raised)
             raise
         if found is not None:
             raise found
