@@ -51,9 +51,12 @@ def test_a_rank_that_skips_a_step_ends_the_others_within_the_timeout(rank: int) 
     set_gradients(model.parameters(), 0)
     sharded.step()
     if rank == 0:
-        with pytest.raises(PeerLostError, match=r"rank 0 .*did not call step\(\) within"):
+        with pytest.raises(PeerLostError, match=r"^rank 1 did not call step\(\) within 2 s: call it on every rank"):
             sharded.step()
     dist.barrier()
+
+
+SKIPPED = r"^rank 1 did not call consolidate_state_dict\(to=0\) within 2 s: call it on every rank, outside of `if rank =="
 
 
 @pytest.mark.ranks(2, backend="gloo", isolation="process")
@@ -61,7 +64,7 @@ def test_a_rank_that_skips_a_consolidation_is_named(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     sharded = ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, process_group=group)
     if rank == 0:
-        with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
+        with pytest.raises(PeerLostError, match=SKIPPED):
             sharded.consolidate_state_dict()
     dist.barrier()
 
@@ -73,7 +76,7 @@ def test_meetings_keep_the_timeout_of_a_group_without_a_backend_for_the_cpu(rank
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
     if rank == 0:
         started = time.monotonic()
-        with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
+        with pytest.raises(PeerLostError, match=SKIPPED):
             sharded.consolidate_state_dict()
         assert time.monotonic() - started < 10
     dist.barrier()

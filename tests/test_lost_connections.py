@@ -338,7 +338,7 @@ def test_the_late_rank_alone_is_blamed(rank: int, world_size: int) -> None:
         return
     # One comes a little later to the rounds, in which another waits for it.
     time.sleep(0.2 * (rank == 2))
-    with pytest.raises(PeerLostError, match="lost rank 1") as raised:
+    with pytest.raises(PeerLostError, match=r"^rank 1 did not call step\(\) within 2 s: call it on every rank") as raised:
         coordinator.agree("step()")
     assert raised.value.peer == 1
     store.set(str(rank), "")
@@ -375,5 +375,5 @@ def test_a_rank_that_is_stopped_ends_the_others_by_the_timeout(rank: int, faults
     faults.stop(rank=1, at="send")
     if rank == 1:
         dist.isend(torch.zeros(1), 0)
-    with pytest.raises(PeerLostError, match=r"did not call step\(\) within the process group's timeout"):
+    with pytest.raises(PeerLostError, match=r"did not call step\(\) within (3 s|the process group's timeout)"):
         coordinator.agree("step()")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 
 class DisagreementError(RuntimeError):
@@ -51,24 +53,40 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
     return RuntimeError(f"{type_name}: {message}")
 
 
-def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
-    """Return a PeerLostError that names the peer, for an error of the backend.
+def peer_lost(
+    failure: RuntimeError | None, peer: int | None, rank: int, operation: str, timeout: timedelta | None = None
+) -> PeerLostError:
+    """Return a PeerLostError that names the peer, for an error of the backend or a timeout.
 
     Args:
-        failure: the error of the backend.
+        failure: the error of the backend; None if there is none.
         peer: group rank of the lost rank; None if unknown.
         rank: group rank of this process.
         operation: the operation of the ranks.
+        timeout: the time for which this rank has waited, if the peer is only late.
     """
-    who, whose = ("another rank", "the other ranks'") if peer is None else (f"rank {peer}", "its")
+    call, missed = _call_in(operation), _missed(operation)
     # The next lines are a stack trace.
-    said = str(failure).partition("\n")[0] or type(failure).__name__
-    return PeerLostError(
-        f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call {operation} "
-        f"within the process group's timeout. Look at {whose} output first.{_uneven(operation)} "
-        f"(The backend said: {said})",
-        peer,
-    )
+    said = "" if failure is None else f" (The backend said: {str(failure).splitlines()[0] or type(failure).__name__})"
+    everywhere = "on every rank, outside of `if rank == 0:`"
+    if peer is None:
+        text = (
+            f"rank {rank} lost another rank during {operation}: that process has ended, was cut off, or {missed} "
+            f"within the process group's timeout. Look at the other ranks' output first."
+        )
+    elif timeout is None:
+        unless = f" If it has ended without an error, call {call} {everywhere}." if call else ""
+        text = (
+            f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or has lost "
+            f"another rank. Look at its output first.{unless}"
+        )
+    else:
+        advice = f"call it {everywhere}" if call else "look at its output"
+        text = (
+            f"rank {peer} {missed} within {timeout.total_seconds():g} s: {advice}. If it was only slow, give "
+            f"init_process_group() a longer timeout. Rank {rank} has waited for it."
+        )
+    return PeerLostError(text + _uneven(operation) + said, peer)
 
 
 def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
@@ -76,7 +94,7 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
     who, whose = ("one", "all ranks") if peer is None else (f"rank {peer}", f"rank {peer}")
     return PeerLostError(
         f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
-        f"or did not call {operation} within the process group's timeout. Look at the output of {whose} first."
+        f"or {_missed(operation)} within the process group's timeout. Look at the output of {whose} first."
         f"{_uneven(operation)}",
         peer,
     )
@@ -85,6 +103,15 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
 def _uneven(operation: str) -> str:
     advice = " With uneven data use zeroshard_integrations.join.Join([ddp, optimizer]), and not ddp.join()."
     return advice if operation == "step()" else ""
+def _call_in(operation: str) -> str:
+    """Return the call that an operation is, or begins with, e.g. ``"step()"``; ``""`` for others."""
+    found = re.fullmatch(r"(\w+\([^()]*\))(, .*)?", operation)
+    return found[1] if found else ""
+
+
+def _missed(operation: str) -> str:
+    call = _call_in(operation)
+    return f"did not call {call}" if call else f"did not reach {operation}"
 
 
 def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostError:

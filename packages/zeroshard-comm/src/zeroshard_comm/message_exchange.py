@@ -25,6 +25,8 @@ from zeroshard_comm.traffic import Traffic
 TAG_BROADCAST = 0x5A530010
 TAG_GRADIENTS = 0x5A530031
 
+_SHARING = "the broadcast of step()"
+
 Pieces = tuple[torch.Tensor, ...]
 
 WINDOW_BYTES = 16 * 1024 * 1024
@@ -244,7 +246,7 @@ class MessageBroadcaster(ParameterBroadcaster):
     def begin(self) -> None:
         """Post the receives of all segments that peers own."""
         self._arriving = [
-            (message, receive(self.ranks, message.owner, message.data, self._tag, "a step")) for message in self._others
+            (message, receive(self.ranks, message.owner, message.data, self._tag, _SHARING)) for message in self._others
         ]
 
     def send(self) -> None:
@@ -252,7 +254,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         self._sends = []
         for message in self._own:
             message.pack()
-            self._sends += [send(self.ranks, peer, message.data, self._tag, "a step") for peer in self.ranks.peers]
+            self._sends += [send(self.ranks, peer, message.data, self._tag, _SHARING) for peer in self.ranks.peers]
         calls = len(self._arriving) + len(self._sends)
         self.traffic.add("broadcast", sent=self.sent, received=self.received, calls=calls)
 
@@ -261,7 +263,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         started = time.perf_counter()
         arriving, self._arriving = self._arriving, []
         for message, receiving in arriving:
-            receiving.wait("a step")
+            receiving.wait(_SHARING)
             message.unpack()
         self.traffic.add("broadcast", waited=time.perf_counter() - started)
 
@@ -271,5 +273,5 @@ class MessageBroadcaster(ParameterBroadcaster):
         started = time.perf_counter()
         while self._sends:
             # Removed before the wait: if it raises, this rank must not wait for the message again.
-            self._sends.pop(0).wait("a step")
+            self._sends.pop(0).wait(_SHARING)
         self.traffic.add("broadcast", waited=time.perf_counter() - started)

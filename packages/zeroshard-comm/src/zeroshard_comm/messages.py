@@ -7,6 +7,7 @@ pieces are sent and received in place. Ranks that agree on the plan agree on the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,11 +56,14 @@ class Message:
             PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
         """
         limit = timeout or self.ranks.timeout
+        started = time.perf_counter()
         try:
             if self.work is not None:
                 self.work.wait() if limit is None else self.work.wait(limit)
         except RuntimeError as failure:
-            raise peer_lost(failure, self.peer, self.ranks.rank, operation) from failure
+            is_late = limit is not None and time.perf_counter() - started >= limit.total_seconds()
+            waited = self.ranks.timeout if is_late else None
+            raise peer_lost(failure, self.peer, self.ranks.rank, operation, waited) from failure
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:

@@ -85,7 +85,7 @@ class Connections(GroupConnections):
         if absent is not None:
             # Messages could not tell: gloo closes the connections of a rank whose wait for the late one times out.
             self._notice.name(absent)
-            raise peer_lost(RuntimeError("nothing; it has not signed in at the store"), absent, self._rank, operation)
+            raise peer_lost(None, absent, self._rank, operation, self._timeout)
         ranks = replace(self.channel, wait=_TO_NAME)
         try:
             # Sends no numbers: another rank may have lost one in a later agreement, which has more of them. A rank that

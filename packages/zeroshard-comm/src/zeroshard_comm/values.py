@@ -119,7 +119,7 @@ def gather(
     if coordinator.is_single_rank and ranks.world_size > 1:
         raise RuntimeError(f"{operation}: torch's 'fake' backend moves no data, so state cannot be gathered over it")
     buffers: dict[int, Sequence[torch.Tensor]] = {}
-    with agreed(coordinator, f"{operation}: making room"):
+    with agreed(coordinator, f"the transfer of {operation}"):
         if ranks.rank == target:
             texts = _from_each(coordinator, lambda peer: receive_text(coordinator.channel, peer, operation))
             texts[target] = manifest.to_json()

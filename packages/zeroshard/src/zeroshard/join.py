@@ -74,7 +74,7 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
     joined = tuple([rank for rank, call in enumerate(calls) if call in (Call.JOINED, Call.UNABLE)])
     running = tuple([rank for rank in range(len(calls)) if rank not in joined])
     if Call.FAILED in calls or (Call.UNABLE in calls and running):
-        coordinator.agree("leaving Join", error=error)
+        coordinator.agree("the end of Join", error=error)
     made = announced[running[0]] if running else JoinCall(Call.JOINED)
     for rank in running:
         if announced[rank] != made:
@@ -91,7 +91,7 @@ def fail(coordinator: Coordinator, error: Exception) -> None:
     with suppress(PeerLostError):
         _gather_calls(coordinator, JoinCall(Call.FAILED))
         with suppress(Exception):
-            coordinator.agree("leaving Join", error=error)
+            coordinator.agree("the end of Join", error=error)
     error.__traceback__ = frames  # the frames of this call would keep the context alive
 
 

@@ -52,7 +52,7 @@ class TrainMode:
                 local.masters.round()
                 # Frameworks call train() before every batch.
                 is_alike = last == name == self.last and before == self._versions()
-                has_changed = coordinator.agree(f"what {name}() has changed", flag=not is_alike)
+                has_changed = coordinator.agree(f"the comparison after {name}()", flag=not is_alike)
                 if has_changed and not coordinator.is_single_rank:
                     broadcast_params(coordinator, local.params, local.plan, self.metadata.ever_trained())
                     self._send_groups()

@@ -38,7 +38,7 @@ class JoinContext:
         entered = f"Join([{', '.join([type(joinable).__name__ for joinable in joinables])}], {labels})"
         explain = "rank {2} has entered {0}, and rank {3} {1}".format
         try:
-            with agreed(self._coordinator, "entering Join", explain) as proposal:
+            with agreed(self._coordinator, "the beginning of Join", explain) as proposal:
                 proposal.digest, proposal.detail = zlib.crc32(entered.encode()), lambda: entered
                 for place, joinable in enumerate(joinables, 1):
                     self._attach(place, joinable, arguments)

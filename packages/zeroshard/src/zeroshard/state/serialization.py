@@ -145,7 +145,7 @@ def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
     """Send a value to a rank, which calls :func:`receive_value`; as :func:`write_value`, raise before if it cannot."""
     tensors: list[torch.Tensor] = []
     description = write_value(value, tensors, "a value")
-    send_values(coordinator, peer, Manifest(description, tensors), "sending a value")
+    send_values(coordinator, peer, Manifest(description, tensors), "the transfer of a value")
 
 
 def receive_value(coordinator: Coordinator, peer: int) -> Any:  # noqa: ANN401 - as send_value
@@ -156,5 +156,5 @@ def receive_value(coordinator: Coordinator, peer: int) -> Any:  # noqa: ANN401 -
         values.append(read_to_buffers(description, buffers))
         return buffers
 
-    receive_values(coordinator, peer, place, "receiving a value")
+    receive_values(coordinator, peer, place, "the transfer of a value")
     return values[0]
