@@ -89,14 +89,18 @@ def test_an_error_that_all_ranks_have_keeps_what_it_was_raised_from(
 ) -> None:
     reason = KeyError("x")
 
-    def call() -> None:
-        with pytest.raises(ValueError, match="mine") as caught, agreed(Coordinator(RankGroup.of()), "load()"):
+    def load() -> None:
+        with agreed(Coordinator(RankGroup.of()), "load()"):
             try:
                 raise reason
             except KeyError:
                 if not explicit:
                     raise ValueError("mine")  # noqa: B904 - the implicit context is what is tested
                 raise ValueError("mine") from reason
+
+    def call() -> None:
+        with pytest.raises(ValueError, match="mine") as caught:
+            load()
         assert caught.value.__context__ is reason
         assert caught.value.__cause__ is (reason if explicit else None)
         assert caught.value.__suppress_context__ is explicit

@@ -552,7 +552,9 @@ def test_a_rank_that_skips_step(rank: int) -> None:
     twins.optimizer.zero_grad()
     twins.backward(twins.ddp, 1)
     if rank == 0:
-        with pytest.raises(PeerLostError, match=r"^rank 1 did not call step\(\) within|^rank 0 lost rank 1 during step\(\)"):
+        with pytest.raises(
+            PeerLostError, match=r"^rank 1 did not call step\(\) within|^rank 0 lost rank 1 during step\(\)"
+        ):
             twins.optimizer.step()
     else:
         twins.optimizer.zero_grad()

@@ -56,7 +56,7 @@ def test_a_rank_that_skips_a_step_ends_the_others_within_the_timeout(rank: int) 
     dist.barrier()
 
 
-SKIPPED = r"^rank 1 did not call consolidate_state_dict\(to=0\) within 2 s: call it on every rank, outside of `if rank =="
+SKIPPED = r"^rank 1 did not call consolidate_state_dict\(to=0\) within 2 s: call it on every rank, outside of `if rank"
 
 
 @pytest.mark.ranks(2, backend="gloo", isolation="process")

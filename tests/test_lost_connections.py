@@ -338,7 +338,7 @@ def test_the_late_rank_alone_is_blamed(rank: int, world_size: int) -> None:
         return
     # One comes a little later to the rounds, in which another waits for it.
     time.sleep(0.2 * (rank == 2))
-    with pytest.raises(PeerLostError, match=r"^rank 1 did not call step\(\) within 2 s: call it on every rank") as raised:
+    with pytest.raises(PeerLostError, match=r"^rank 1 did not call step\(\) within 2 s: call it on every") as raised:
         coordinator.agree("step()")
     assert raised.value.peer == 1
     store.set(str(rank), "")

@@ -475,7 +475,9 @@ def test_what_a_class_writes_into_a_group_is_taken_from_the_lowest_rank_that_ste
 
     optimizer, expected = ZeroRedundancyOptimizer(groups(model), StandInThatCounts, partition=last_rank_first), plain()
     steps(optimizer, expected, range(3))
-    assert optimizer.param_groups[0]["k"] == (3 if rank == 2 else 0)
+    assert [group["k"] for group in optimizer.param_groups[:2]] == [3, 3]
+    assert [group["n"] for group in optimizer.param_groups[:2]] == [1, 1]
+    assert [group["t"].item() for group in optimizer.param_groups[:2]] == [3, 3]
     optimizer.consolidate_state_dict(to=0)
     saved = optimizer.state_dict() if rank == 0 else {}
     if rank == 0:

@@ -65,26 +65,24 @@ def peer_lost(
         operation: the operation of the ranks.
         timeout: the time for which this rank has waited, if the peer is only late.
     """
-    call, missed = _call_in(operation), _missed(operation)
-    # The next lines are a stack trace.
-    said = "" if failure is None else f" (The backend said: {str(failure).splitlines()[0] or type(failure).__name__})"
+    call, said = _call_in(operation), ""
+    if failure is not None:
+        # The next lines are a stack trace.
+        first = str(failure).partition("\n")[0]
+        said = f" (The backend said: {first or type(failure).__name__})"
     everywhere = "on every rank, outside of `if rank == 0:`"
-    if peer is None:
-        text = (
-            f"rank {rank} lost another rank during {operation}: that process has ended, was cut off, or {missed} "
-            f"within the process group's timeout. Look at the other ranks' output first."
-        )
-    elif timeout is None:
+    if peer is None or timeout is None:
         unless = f" If it has ended without an error, call {call} {everywhere}." if call else ""
         text = (
-            f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or has lost "
-            f"another rank. Look at its output first.{unless}"
+            f"rank {rank} lost {'another rank' if peer is None else f'rank {peer}'} during {operation}: that process "
+            f"has ended, was cut off, or {_missed(operation)} within the process group's timeout. Look at its output "
+            f"first.{unless}"
         )
     else:
         advice = f"call it {everywhere}" if call else "look at its output"
         text = (
-            f"rank {peer} {missed} within {timeout.total_seconds():g} s: {advice}. If it was only slow, give "
-            f"init_process_group() a longer timeout. Rank {rank} has waited for it."
+            f"rank {peer} {_missed(operation)} within {timeout.total_seconds():g} s: {advice}. If it was only slow, "
+            f"give init_process_group() a longer timeout. Rank {rank} has waited for it."
         )
     return PeerLostError(text + _uneven(operation) + said, peer)
 

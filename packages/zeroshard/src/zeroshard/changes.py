@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
@@ -157,6 +157,16 @@ class Changes:
             if number < len(found):
                 found[number].pop(key, None)
         return found
+
+    def written_in(self, numbers: Iterable[int]) -> list[tuple[int, str]]:
+        """Return group and key of each value in these groups that differs from the last snapshot."""
+        last, groups = self._last.hyperparameters, self._local.groups
+        return [
+            (number, key)
+            for number in numbers
+            for key, value in groups[number].items()
+            if key not in MEMBERS and last.get((number, key), _MISSING) != _frozen(value, [])
+        ]
 
     def _hyperparameters(self, kept: list[object]) -> dict[tuple[int, str], object]:
         """Return all values, frozen by :func:`_frozen`, by group and key."""

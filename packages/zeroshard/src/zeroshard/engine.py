@@ -27,6 +27,7 @@ from zeroshard.plan.groups import ParamGroup
 from zeroshard.plan.hyperparameters import settings_of
 from zeroshard.plan.layout import Policy, first_layout, with_settings
 from zeroshard.state.checkpoints import Checkpoints
+from zeroshard.state.group_values import GroupValues
 from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.step import Stepper
@@ -112,6 +113,7 @@ class Engine:
             self.buffers,
             changes,
             self.metadata,
+            GroupValues(coordinator, local, changes),
             self.join,
             self.debugging,
             init_state=lambda: weak.init_state(),

@@ -16,7 +16,7 @@ from zeroshard_comm import Coordinator, DisagreementError, PeerLostError, agreed
 
 from zeroshard.changes import Changes
 from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.plan.groups import hyperparameters_of
+from zeroshard.plan.groups import hyperparameters_of, set_hyperparameter
 from zeroshard.state.serialization import receive_value, send_value, write_value
 
 __all__ = ["Call", "JoinCall", "JoinRound", "JoinState", "exchange_calls", "fail", "receive_value", "send_value"]
@@ -180,9 +180,7 @@ class JoinState:
         """Set hyperparameters; for a step also this rank's parts and their gradients, and remove other gradients."""
         for from_group, to_group in zip(received["groups"], self._local.groups, strict=True):
             for key, value in from_group.items():
-                if isinstance(value, torch.Tensor) and isinstance(to_group.get(key), torch.Tensor):
-                    value = to_group[key].copy_(value)
-                to_group[key] = value
+                set_hyperparameter(to_group, key, value)
         self._changes.set_agreed(received["agreed"])
         self._changes.record_hyperparameters()
         if received["parts"] is None:

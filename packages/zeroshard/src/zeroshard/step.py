@@ -25,6 +25,7 @@ from zeroshard.layouts import Layouts
 from zeroshard.local.optimizer import Closure, LocalOptimizer
 from zeroshard.param_buffers import ParamBuffers, broadcast_all
 from zeroshard.plan.layout import Layout, with_settings
+from zeroshard.state.group_values import GroupValues
 from zeroshard.state.initialize import is_torchs_own_step
 from zeroshard.state.metadata import StateMetadata
 
@@ -40,6 +41,7 @@ class Stepper:
     buffers: ParamBuffers
     changes: Changes
     metadata: StateMetadata
+    group_values: GroupValues
     join: JoinState
     debugging: StepChecks | None
     init_state: Callable[[], None]
@@ -136,6 +138,10 @@ class Stepper:
             self.layouts.adopt(seen.layout)
         if self.metadata.consolidated_to is not None:
             self.metadata.drop_consolidated()
+        if self.group_values.plan is not self.local.plan:
+            self.group_values.follow_plan()
+        if self.group_values.are_needed:
+            self.group_values.begin_step()
         try:
             if error is not None:
                 raise error
@@ -211,7 +217,7 @@ class Stepper:
             error = error or lost
         # Agree even if this rank waits for nothing, because others may still be reading its shards.
         with record_function("zeroshard::agree"):
-            has_new_state = self.changes.in_entries() and metadata.has_changed()
+            values, has_new_state = self.group_values, self.changes.in_entries() and metadata.has_changed()
             try:
                 coordinator.agree(
                     "the end of step()",
@@ -219,13 +225,16 @@ class Stepper:
                     error=error,
                     detail=self._to_text,
                     explain=explain_configs,
-                    flag=has_new_state,
+                    flag=(values.are_needed and values.have_changed()) or has_new_state,
                 )
             except PeerLostError:
                 raise
             except Exception as raised:  # noqa: BLE001 - the metadata is exchanged before it is raised
                 found = raised
-        if coordinator.flagged:
+        is_new = coordinator.flagged
+        if values.are_needed:
+            is_new = values.end_step(is_shared=coordinator.flagged, has_new_state=has_new_state)
+        if is_new:
             try:
                 metadata.exchange("the state after step()")
             except ValueError:

@@ -23,7 +23,7 @@ from zeroshard.local.shard_state import ShardState
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of
-from zeroshard.plan.layout import Policy, label_in
+from zeroshard.plan.layout import Policy, explain_index_error, label_in
 
 Closure = Callable[[], Any]
 
@@ -81,6 +81,9 @@ class LocalOptimizer:
         self._list_shards()
         try:
             yield
+        except IndexError as error:
+            explain_index_error(error, self.plan, self._rank)
+            raise
         finally:
             self._list_params()
 
@@ -189,7 +192,11 @@ class LocalOptimizer:
     def dry_run(self, plan: Plan, classes: Sequence[GroupClass]) -> dict[str, Any]:
         """Build another optimizer for the last group, so that errors of its class occur now; return its defaults."""
         groups = self.groups
-        [built] = self.build([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
+        try:
+            [built] = self.build([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
+        except IndexError as error:
+            explain_index_error(error, plan, self._rank)
+            raise
         check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, built], built)
         return built.defaults
 

@@ -62,6 +62,13 @@ def hyperparameters_of(group: Mapping[str, Any]) -> ParamGroup:
     return {key: value for key, value in group.items() if key not in MEMBERS}
 
 
+def set_hyperparameter(group: ParamGroup, key: str, value: object) -> None:
+    """Set a hyperparameter; a tensor is written in place, because the loop may hold it."""
+    if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+        value = group[key].copy_(value)
+    group[key] = value
+
+
 def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
     """Return param groups with integer indices in place of parameters."""
     numbers = count()

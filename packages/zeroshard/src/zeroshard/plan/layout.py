@@ -171,6 +171,25 @@ def label_in(plan: Plan, index: int) -> str:
     return f"tensor {index} {plan.tensors[index].name!r}"
 
 
+def owners_of_groups(plan: Plan) -> dict[int, set[int]]:
+    """Return for each param group with tensors the ranks that own one, or a part of one."""
+    owners: dict[int, set[int]] = {}
+    for spec, ranks in zip(plan.tensors, plan.owners, strict=True):
+        owners.setdefault(spec.group, set()).update(ranks)
+    return owners
+
+
+def explain_index_error(error: IndexError, plan: Plan, rank: int) -> None:
+    """Raise an error that names a param group of which this rank owns no tensor, if there is one."""
+    empty = [number for number, ranks in owners_of_groups(plan).items() if rank not in ranks]
+    if empty:
+        raise IndexError(
+            f"{error}: param group {empty[0]} is empty on rank {rank}, because other ranks own its tensors. A class "
+            f"that indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use "
+            f"fewer ranks"
+        ) from error
+
+
 def with_settings(layout: Layout, settings: Mapping[str, Any]) -> ShardingConfig:
     """Return a rank's contribution to one agreement with more settings, e.g. hyperparameters, which may change."""
     return replace(layout.config, settings={**layout.config.settings, **settings})

@@ -1,0 +1,96 @@
+"""Gives ranks that own nothing of a param group the values that a step has written into it on other ranks.
+
+Many optimizer classes count steps in param groups, and skip groups without parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from contextlib import suppress
+
+import torch
+from zeroshard_comm import Coordinator, all_gather_text
+from zeroshard_core import StateMapError
+
+from zeroshard.changes import Changes
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.plan.groups import ParamGroup, set_hyperparameter
+from zeroshard.plan.layout import owners_of_groups
+from zeroshard.state.serialization import read_value, write_value
+
+
+class GroupValues:
+    """Keeps, for a step, the groups of which this rank owns nothing; the lowest rank that owns a tensor writes them.
+
+    Attributes:
+        plan: the plan that was followed last.
+        are_needed: whether some rank owns nothing of some group; equal on all ranks.
+    """
+
+    def __init__(self, coordinator: Coordinator, local: LocalOptimizer, changes: Changes) -> None:
+        self._coordinator, self._local, self._changes = coordinator, local, changes
+        self._before: dict[int, ParamGroup] = {}
+        self._written: list[tuple[int, str]] = []
+        self.follow_plan()
+
+    def follow_plan(self) -> None:
+        """Find the groups whose values this rank sends and receives. All ranks have adopted the plan."""
+        self.plan, rank = self._local.plan, self._coordinator.ranks.rank
+        owners = {} if self._coordinator.is_single_rank else owners_of_groups(self.plan)
+        scarce = {number: ranks for number, ranks in owners.items() if len(ranks) < self.plan.world_size}
+        self._sent = [number for number, ranks in scarce.items() if min(ranks) == rank]
+        self._received = [number for number, ranks in scarce.items() if rank not in ranks]
+        self.are_needed = bool(scarce)
+
+    def begin_step(self) -> None:
+        """Record the groups of which this rank owns nothing."""
+        self._before = {number: dict(self._local.groups[number]) for number in self._received}
+
+    def have_changed(self) -> bool:
+        """Return True if this rank has values for other ranks, after a step."""
+        self._written = self._changes.written_in(self._sent)
+        return bool(self._written)
+
+    def end_step(self, *, is_shared: bool, has_new_state: bool) -> bool:
+        """Set the groups of which this rank owns nothing. Return True if any rank has new state.
+
+        Collective if ``is_shared``, which says that a rank has new state or values for others.
+        """
+        texts = [json.dumps([has_new_state, [(*where, self._describe(*where)) for where in self._written]])]
+        if is_shared:
+            texts = all_gather_text(self._coordinator, texts[0], "the values of param groups after step()")
+        states, values = zip(*map(json.loads, texts), strict=True)
+        arrived = defaultdict[int, dict[str, str]](dict)
+        for number, key, text in [item for of_rank in values for item in of_rank]:
+            arrived[number][key] = text
+        written, self._before = self._before, {}
+        for number, before in written.items():
+            group, new = self._local.groups[number], arrived[number]
+            # A value that cannot be sent stays as this rank's class has written it.
+            kept = {key: group[key] for key, text in new.items() if not text and key in group}
+            group.clear()
+            group.update({**before, **kept})
+            for key, text in new.items():
+                if text:
+                    set_hyperparameter(group, key, _read(text, self._local.params[0].device))
+        return any(states)
+
+    def _describe(self, number: int, key: str) -> str:
+        """Write a value as text, without binary data; return ``""`` if it cannot be sent."""
+        tensors: list[torch.Tensor] = []
+        with suppress(StateMapError, TypeError):
+            described = write_value(self._local.groups[number][key], tensors, key)
+            return json.dumps([described, [tensor.tolist() for tensor in tensors]])
+        return ""
+
+
+def _read(text: str, device: torch.device) -> object:
+    described, numbers = json.loads(text)
+    rest = iter(numbers)
+    return read_value(
+        described,
+        lambda dtype, shape, _, kind: torch.tensor(
+            next(rest), dtype=dtype, device=device if kind == device.type else "cpu"
+        ).view(tuple(shape)),
+    )
