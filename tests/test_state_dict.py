@@ -8,6 +8,8 @@ import pickle
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -385,6 +387,13 @@ def test_loading_from_one_rank(rank: int, partition: str) -> None:
         (lambda rank, sd: {}, 0, "expects a dict with 'state' and 'param_groups'", TypeError),
         (lambda rank, sd: broken(sd) if rank == 0 else {}, 0, "expected", ValueError),
         (lambda rank, sd: with_object(sd) if rank == 0 else {}, 0, "cannot be moved without pickle", ValueError),
+        pytest.param(
+            lambda rank, sd: with_numpy(sd) if rank == 0 else {},
+            0,
+            "rank 0: load_state_dict.*'eps' of param group 0 is a numpy.float32, .* Python's numbers",
+            ValueError,
+            marks=pytest.mark.skipif(find_spec("numpy") is None, reason="hyperparameters are NumPy's numbers too"),
+        ),
     ],
 )
 def test_loading_from_one_rank_refused(
@@ -400,6 +409,12 @@ def test_loading_from_one_rank_refused(
 
 def broken(state_dict: dict[str, Any]) -> dict[str, Any]:
     state_dict["state"][0]["exp_avg"] = torch.ones(3)
+    return state_dict
+
+
+def with_numpy(state_dict: dict[str, Any]) -> dict[str, Any]:
+    numpy = import_module("numpy")
+    state_dict["param_groups"][0]["eps"] = numpy.float32(1e-8)
     return state_dict
 
 

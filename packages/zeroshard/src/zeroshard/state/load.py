@@ -85,6 +85,11 @@ def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None
         return mine.parts[rank]
     with agreed(coordinator, "load_state_dict()"):
         for part in mine.parts.values() if rank == source else ():
+            for number, group in enumerate(part.groups):
+                for key, value in group.items():
+                    write_value(value, [], f"load_state_dict(): {key!r} of param group {number}")
+            for index, entries in part.state.items():
+                write_value(entries, [], f"load_state_dict(): an entry of the state of tensor {index}")
             write_value(vars(part), [], "what load_state_dict() hands to other ranks")
     if rank != source:
         return LoadedState(**receive_value(coordinator, source))

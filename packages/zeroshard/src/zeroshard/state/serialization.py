@@ -46,8 +46,8 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
         # A list of pairs, because JSON would turn integer keys into text.
         return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
-        f"{where} is a {type(value).__name__}, which cannot be moved without pickle; state may hold tensors, numbers, "
-        f"strings, None, sets of these, and lists, tuples and dicts, with strings or integers as keys"
+        f"{where} is a {torch.typename(value)}, which cannot be moved without pickle; state may hold tensors, Python's "
+        f"numbers, strings, None, sets of these, and lists, tuples and dicts, with strings or integers as keys"
     )
 
 
