@@ -88,6 +88,11 @@ BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a set in a group": (lambda: [{"params": set(small_model().parameters())}], TypeError, "order"),
     "a number for a group's params": (lambda: [{"params": 3}], TypeError, "int"),
     "a tensor in two groups": (same_twice, ValueError, "more than one parameter group"),
+    "on the meta device": (
+        lambda: [("weight", nn.Parameter(torch.zeros(3, device="meta")))],
+        ValueError,
+        r"parameter 0 of group 0 \('weight'\), of shape \(3,\), is on the meta device and has no values",
+    ),
     "a tensor that is no leaf": (lambda: [nn.Parameter(torch.zeros(3)) * 2], ValueError, "non-leaf"),
 }
 
@@ -100,6 +105,17 @@ def test_params_that_cannot_be_used(rank: int, where: str, name: str) -> None:
     with pytest.raises(error, match=words) as caught:
         ZeroRedundancyOptimizer(make() if is_mine(where, rank) else small_model().parameters(), optim.Adam)
     assert_blames(caught.value, where)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@WHERE
+def test_a_group_on_the_meta_device(rank: int, where: str) -> None:
+    run = Run()
+    device = "meta" if is_mine(where, rank) else None
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1, .* on the meta device") as caught:
+        run.sharded.add_param_group({"params": [nn.Parameter(torch.zeros(3, device=device))]})
+    assert_blames(caught.value, where)
+    run.assert_goes_on()
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

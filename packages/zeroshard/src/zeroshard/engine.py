@@ -23,7 +23,7 @@ from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBuffers
 from zeroshard.plan.costs import with_classes
 from zeroshard.plan.group_classes import GroupClass, names_of
-from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.groups import ParamGroup, check_values
 from zeroshard.plan.hyperparameters import settings_of
 from zeroshard.plan.layout import Policy, first_layout, with_settings
 from zeroshard.state.checkpoints import Checkpoints
@@ -77,6 +77,8 @@ class Engine:
         self.exchange: GradExchange | None = None
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             groups, classes = read()
+            if not coordinator.is_single_rank:
+                check_values(groups)
             written = [dict(group) for group in groups]
             policy = with_classes(policy, classes, groups)
             layout = first_layout(policy, groups)

@@ -17,7 +17,7 @@ from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBuffers
 from zeroshard.plan.costs import with_classes
 from zeroshard.plan.group_classes import GroupClass
-from zeroshard.plan.groups import active_mask, check_members, check_memory, parameters_of, same_place
+from zeroshard.plan.groups import active_mask, check_members, check_memory, check_values, parameters_of, same_place
 from zeroshard.plan.hyperparameters import settings_of
 from zeroshard.plan.layout import Layout, Policy, label_in, next_layout, renamed, same_shards, with_settings
 
@@ -129,6 +129,8 @@ class Layouts:
                 self._guard.check_allowed()
                 self.follow_params()
                 classes = [*policy.classes, append()]
+                if not self._coordinator.is_single_rank:
+                    check_values(local.groups)
                 policy = with_classes(policy, classes, local.groups)
                 layout = next_layout(policy, layout, local.groups)
                 self._check_not_converted(layout.plan)

@@ -161,6 +161,17 @@ def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) ->
                 )
 
 
+def check_values(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ValueError if a parameter that a step may change is on the meta device."""
+    params = parameters_of(groups)
+    for index, (param, active) in enumerate(zip(params, active_mask(params), strict=True)):
+        if active and param.is_meta:
+            raise ValueError(
+                f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is on the meta device and has no values: "
+                f"call model.to_empty(device=...) and initialise the model before the optimizer is built"
+            )
+
+
 def same_place(old: TensorSpec, new: TensorSpec) -> bool:
     """Return True if a tensor described by ``new`` fits into the memory of ``old``."""
     return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
