@@ -15,7 +15,7 @@ from zeroshard.local.shard import LocalShard
 from zeroshard.plan.groups import pack_groups
 from zeroshard.state.consolidate import copy_groups
 from zeroshard.state.metadata import StateMetadata, label_of
-from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
+from zeroshard.state.placeholder import INCOMPLETE, StatePlaceholder, TensorWithoutValues
 
 StateDict = dict[Any, Any]
 
@@ -41,9 +41,9 @@ class PartialState(dict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Raise a RuntimeError, because a pickle would lack the values of other ranks."""
         raise RuntimeError(
-            "this state_dict() has only the values of one rank, and a file of it would lack the others'. Call "
-            "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank; or save it "
-            "on all ranks with torch.distributed.checkpoint, in a thread and not in another process"
+            f"this state_dict() has only the values of one rank, and a file of it would lack the others'. {INCOMPLETE}. "
+            f"Call consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank to a new "
+            f"file; or save it on all ranks with torch.distributed.checkpoint, in a thread and not in another process"
         )
 
 

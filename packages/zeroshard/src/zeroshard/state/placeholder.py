@@ -13,6 +13,8 @@ from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper
 
 _aten = torch.ops.aten
 
+INCOMPLETE = "If torch.save() was writing a file, that file is now incomplete, and what it held before is lost"
+
 
 class TensorWithoutValues(torch.Tensor):
     """Base class of placeholders for values on other ranks; made by ``make_wrapper_subclass``.
@@ -142,7 +144,7 @@ class StatePlaceholder(TensorWithoutValues):
                 "optimizer.optim.state.values()"
             )
         refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here"
-        return RuntimeError(f"{refused}. {advice}")
+        return RuntimeError(f"{refused}. {f'{INCOMPLETE}. ' if operation == 'pickling' else ''}{advice}")
 
 
 def leaves(value: object) -> Iterator[object]:
