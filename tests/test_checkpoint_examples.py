@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import runpy
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -122,3 +125,29 @@ def test_safetensors(partition: str, uninterrupted: dict[str, Any], tmp_path: Pa
         found = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
         dcp.load(found, storage_reader=HuggingFaceStorageReader(tmp_path / folder / "000010"), no_dist=True)
         torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
+
+
+def run_and_signal(at: int, *arguments: object) -> None:
+    """Run the script, and send SIGTERM to rank 1 alone, in the middle of a step."""
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        import checkpoint_training
+
+    original = checkpoint_training.train
+
+    def train_and_signal(model: Any, optimizer: Any, steps: range) -> None:
+        if steps.start == at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(model, optimizer, steps)
+
+    with mock.patch.object(checkpoint_training, "train", train_and_signal):
+        run("whole", "checkpoint_sigterm.py", *arguments)
+
+
+def test_saved_at_a_signal_to_one_rank(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    run_on_ranks(run_and_signal, 2, 4, file, 10, init=False)
+    assert torch.load(file)["steps"] == 5
+    train(2, "checkpoint_sigterm.py", file, 10)
+    saved = torch.load(file)
+    assert saved["steps"] == 10
+    torch.testing.assert_close(saved["model"], uninterrupted["model"], rtol=0, atol=0)

@@ -5,6 +5,7 @@ Start it with: torchrun --nproc-per-node 2 muon.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}")
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "muon.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "muon.new")
+        Path("muon.new").replace("muon.pt")
     dist.destroy_process_group()
 
 
