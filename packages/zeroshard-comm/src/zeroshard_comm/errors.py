@@ -101,6 +101,8 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
 def _uneven(operation: str) -> str:
     advice = " With uneven data use zeroshard_integrations.join.Join([ddp, optimizer]), and not ddp.join()."
     return advice if operation == "step()" else ""
+
+
 def _call_in(operation: str) -> str:
     """Return the call that an operation is, or begins with, e.g. ``"step()"``; ``""`` for others."""
     found = re.fullmatch(r"(\w+\([^()]*\))(, .*)?", operation)

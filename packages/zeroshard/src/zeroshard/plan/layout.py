@@ -6,7 +6,8 @@ is built or their group is added, and on the order of the groups. Each rank comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -179,10 +180,15 @@ def owners_of_groups(plan: Plan) -> dict[int, set[int]]:
     return owners
 
 
-def explain_index_error(error: IndexError, plan: Plan, rank: int) -> None:
-    """Raise an error that names a param group of which this rank owns no tensor, if there is one."""
-    empty = [number for number, ranks in owners_of_groups(plan).items() if rank not in ranks]
-    if empty:
+@contextmanager
+def explained_index_errors(plan: Plan, rank: int) -> Iterator[None]:
+    """Let an IndexError of the block name a param group of which this rank owns no tensor, if there is one."""
+    try:
+        yield
+    except IndexError as error:
+        empty = [number for number, ranks in owners_of_groups(plan).items() if rank not in ranks]
+        if not empty:
+            raise
         raise IndexError(
             f"{error}: param group {empty[0]} is empty on rank {rank}, because other ranks own its tensors. A class "
             f"that indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use "

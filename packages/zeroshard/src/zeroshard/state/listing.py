@@ -41,9 +41,10 @@ class PartialState(dict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Raise a RuntimeError, because a pickle would lack the values of other ranks."""
         raise RuntimeError(
-            f"this state_dict() has only the values of one rank, and a file of it would lack the others'. {INCOMPLETE}. "
-            f"Call consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank to a new "
-            f"file; or save it on all ranks with torch.distributed.checkpoint, in a thread and not in another process"
+            f"this state_dict() has only the values of one rank, and a file of it would lack the others'. "
+            f"{INCOMPLETE}. Call consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of "
+            f"that rank to a new file; or save it on all ranks with torch.distributed.checkpoint, in a thread and not "
+            f"in another process"
         )
 
 
