@@ -195,7 +195,8 @@ class First(optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["params"][0].sub_(group["lr"])
+            torch.empty(1, device=group["params"][0].device)
+        super().step()
 
 
 class FirstInConstructor(optim.SGD):

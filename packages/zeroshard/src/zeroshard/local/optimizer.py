@@ -23,7 +23,7 @@ from zeroshard.local.shard_state import ShardState
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of
-from zeroshard.plan.layout import Policy, explained_index_errors, label_in
+from zeroshard.plan.layout import Policy, explain_index_error, label_in
 
 Closure = Callable[[], Any]
 
@@ -80,8 +80,9 @@ class LocalOptimizer:
         """Let the param groups list this rank's shards in place of parameters, in the block."""
         self._list_shards()
         try:
-            with explained_index_errors(self.plan, self._rank):
-                yield
+            yield
+        except IndexError as error:
+            explain_index_error(error, self.plan, self._rank)
         finally:
             self._list_params()
 
@@ -190,8 +191,10 @@ class LocalOptimizer:
     def dry_run(self, plan: Plan, classes: Sequence[GroupClass]) -> dict[str, Any]:
         """Build another optimizer for the last group, so that errors of its class occur now; return its defaults."""
         groups = self.groups
-        with explained_index_errors(plan, self._rank):
+        try:
             [built] = self.build([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
+        except IndexError as error:
+            explain_index_error(error, plan, self._rank)
         check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, built], built)
         return built.defaults
 
@@ -331,7 +334,7 @@ class LocalOptimizer:
     # ------------------------------------------------------------------ construction
 
     def build(self, groups: Sequence[ParamGroup], classes: Sequence[GroupClass]) -> list[optim.Optimizer]:
-        """Build an optimizer for each class, over its groups, with the user's arguments."""
+        """Build optimizers over groups; see :func:`build_optimizers`."""
         return build_optimizers(groups, classes, self._policy.coupled)
 
     def _add(self, built: Iterable[optim.Optimizer]) -> None:

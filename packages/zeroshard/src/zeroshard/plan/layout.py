@@ -6,11 +6,10 @@ is built or their group is added, and on the order of the groups. Each rank comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -180,20 +179,15 @@ def owners_of_groups(plan: Plan) -> dict[int, set[int]]:
     return owners
 
 
-@contextmanager
-def explained_index_errors(plan: Plan, rank: int) -> Iterator[None]:
-    """Let an IndexError of the block name a param group of which this rank owns no tensor, if there is one."""
-    try:
-        yield
-    except IndexError as error:
-        empty = [number for number, ranks in owners_of_groups(plan).items() if rank not in ranks]
-        if not empty:
-            raise
-        raise IndexError(
-            f"{error}: param group {empty[0]} is empty on rank {rank}, because other ranks own its tensors. A class "
-            f"that indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use "
-            f"fewer ranks"
-        ) from error
+def explain_index_error(error: IndexError, plan: Plan, rank: int) -> NoReturn:
+    """Raise an error that names a param group of which this rank owns no tensor, or ``error`` if there is none."""
+    empty = [number for number, ranks in owners_of_groups(plan).items() if rank not in ranks]
+    if not empty:
+        raise error
+    raise IndexError(
+        f"{error}: param group {empty[0]} is empty on rank {rank}, because other ranks own its tensors. A class that "
+        f"indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use fewer ranks"
+    ) from error
 
 
 def with_settings(layout: Layout, settings: Mapping[str, Any]) -> ShardingConfig:
