@@ -42,9 +42,8 @@ class LocalOptimizer:
         members: the inner optimizers, in the order in which their classes appear in the param groups.
         classes, assignment: for each param group, its class, and the index of its inner optimizer.
         local_groups: for each param group, its ``"params"`` and ``"param_names"`` on this rank.
-        groups, params: the public param groups, and all parameters by tensor index.
+        groups, params, plan: the public param groups, all parameters by tensor index, and the plan in use.
         shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
-        plan: the plan in use; see :meth:`use`.
         extra, masters: the state that this package adds to the class's, and the master weights among it.
         hook_gradients: returns a context in which shards have the gradients that a communication hook has reduced.
     """
@@ -100,11 +99,7 @@ class LocalOptimizer:
                 group.update(own)
 
     def use_groups(self) -> None:
-        """Give the inner optimizers the public groups that the user has put in place of others.
-
-        Raises:
-            ValueError: if their number has changed.
-        """
+        """Give the inner optimizers the public groups, some of which the user may have put in place of others."""
         if len(self.groups) != len(self.assignment):
             raise ValueError(
                 f"there are {len(self.groups)} param groups where there should be {len(self.assignment)}: add groups "
