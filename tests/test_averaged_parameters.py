@@ -15,7 +15,7 @@ from ddp_training import register
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import EVERYWHERE, assert_bitwise_equal, cutting, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
@@ -45,7 +45,7 @@ class Sides:
         self.sharded = ZeroRedundancyOptimizer(self.model.parameters(), optimizer, group, lr=1e-2, **settings)
         self.average = AveragedParameters(self.sharded, average_by())
         self.plain = optimizer(self.reference.parameters(), lr=1e-2)
-        self.averaged = AveragedModel(self.reference, multi_avg_fn=average_by() or get_swa_multi_avg_fn())
+        self.averaged = AveragedModel(self.reference, multi_avg_fn=average_by())
 
     def train(self, steps: Iterable[int], *, none: int = -1) -> None:
         for step in steps:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -246,3 +248,29 @@ def words_of_norms(world_size: int, most: int, tensors: int) -> tuple[int, int]:
     # Few ranks send all of them to every other.
     few = (1, 8 * numbers * (world_size - 1))
     return few if most >= world_size else (2 * rounds, 8 * (1 + numbers) * rounds)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_step_looks_at_no_hyperparameter_one_by_one() -> None:
+    def calls(number: int) -> list[str]:
+        params = [nn.Parameter(torch.ones(3)) for _ in range(number)]
+        groups = [{"params": [param], "lr": 0.1 + index} for index, param in enumerate(params)]
+        optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW)
+        found: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            # Comprehensions are functions until Python 3.12.
+            if event == "call" and not frame.f_code.co_name.startswith("<"):
+                name = str(frame.f_globals.get("__name__", ""))
+                found.extend([f"{name}.{frame.f_code.co_name}"] if name.startswith("zeroshard.") else [])
+
+        for step in range(4):
+            set_gradients(params, step)
+            before = sys.getprofile()
+            sys.setprofile(note if step == 3 else before)
+            optimizer.step()
+            sys.setprofile(before)
+        # This one looks at each entry of the state.
+        return [name for name in found if name != "zeroshard.changes._is_same"]
+
+    assert calls(40) == calls(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,13 +143,14 @@ def test_bytes_of_a_rank_are_those_of_its_shards(rank: int) -> None:
 class Training:
     """DistributedDataParallel over a model in half precision with masters: sharded, or by hand."""
 
-    def __init__(self, hook: str, *, is_sharded: bool, partition: str = "whole") -> None:
+    def __init__(self, hook: str, *, is_sharded: bool, partition: str = "whole", views: bool = False) -> None:
         model = HalfModel()
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
         self.optimizer: Any = PlainMasters(model.parameters(), optim.AdamW, lr=1e-2)
         if is_sharded:
             overlaps = hook not in ("none", "owner")
-            self.optimizer = sharded_over(model, overlap_with_ddp=overlaps, partition=cutting(partition))
+            settings: dict[str, Any] = {"partition": cutting(partition), "parameters_as_bucket_view": views}
+            self.optimizer = sharded_over(model, overlap_with_ddp=overlaps, **settings)
             if hook != "none":
                 register(hook, self.ddp, self.optimizer)
 
@@ -344,6 +345,55 @@ def test_state_can_be_made_before_the_first_step() -> None:
     train(model, sharded, range(2))
     train(reference, plain, range(2))
     assert_bitwise_equal(model, reference, "after init_state()")
+
+
+def write_data(training: Training, write: Callable[[torch.Tensor], object]) -> None:
+    """Write to parameters through ``.data``, as many loops do; without sharding also to the masters of what changed."""
+    for index, param in enumerate(training.ddp.parameters()):
+        before = param.detach().clone()
+        write(param.data)
+        if isinstance(training.optimizer, PlainMasters):
+            changed = param.detach() != before
+            training.optimizer.masters[index].data[changed] = param.detach()[changed].float()
+
+
+def pretrained(values: torch.Tensor) -> None:
+    """Set the values of a checkpoint."""
+    generator = torch.Generator().manual_seed(values.numel())
+    values.copy_(torch.randn(values.shape, generator=generator) / 10)
+
+
+def clipped(values: torch.Tensor) -> None:
+    """Clip weights, as in a Wasserstein GAN."""
+    values.clamp_(-0.1, 0.1)
+
+
+def normalized(values: torch.Tensor) -> None:
+    """Bring rows to norm 1."""
+    if values.dim() == 2:
+        values.div_(values.norm(dim=1, keepdim=True))
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize("partition", ["whole", "split", "level"])
+@pytest.mark.parametrize("hook", ["none", *HOOKS])
+@pytest.mark.parametrize("after_a_step", [clipped, normalized], ids=["clipped", "normalized"])
+def test_writes_through_data_reach_the_masters(
+    after_a_step: Callable[[torch.Tensor], object], hook: str, partition: str, as_bucket_view: bool
+) -> None:
+    sides = [Training(hook, is_sharded=each, partition=partition, views=as_bucket_view) for each in (True, False)]
+    ours, plain = sides
+    for each in sides:
+        write_data(each, pretrained)
+    for step in range(4):
+        for each in sides:
+            each.iterate(step)
+        assert_bitwise_equal(ours.ddp.module, plain.ddp.module, f"after step {step}")
+        for each in sides:
+            write_data(each, after_a_step)
+        assert_bitwise_equal(ours.ddp.module, plain.ddp.module, f"after the write that follows step {step}")
+    assert_replicas_equal(ours.ddp.parameters())
 
 
 # ---------------------------------------------------------------------- refused

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard_comm._torch_private import check_names
 
@@ -23,6 +24,7 @@ USED: Mapping[str, str] = {
     "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
     "torch._C._disabled_torch_function_impl": "a tensor subclass whose results are tensors, and no instances of it",
+    "torch.utils._foreach_utils._get_foreach_kernels_supported_devices": "where AveragedModel averages in one call",
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
     "torch.ops.aten._foreach_norm": "how torch.nn.utils reaches gradients without memory",
     "torch.ops.aten._foreach_mul_": "the same",
@@ -46,6 +48,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_devices: Callable[[], list[str]] = _foreach_utils._get_foreach_kernels_supported_devices
 disable_dynamo: Callable[[F], F] = vars(torch)["_disable_dynamo"]
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 step_pre_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_pre_hooks")

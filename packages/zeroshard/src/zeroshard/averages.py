@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from itertools import compress
 
 import torch
-from torch.optim.swa_utils import get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
 from zeroshard_comm import Coordinator, agreed
 
-from zeroshard._torch_private import foreach_copy_
+from zeroshard._torch_private import foreach_copy_, foreach_devices
 from zeroshard.local.extra_state import AVERAGE, COUNT, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
 from zeroshard.optimizer import ZeroRedundancyOptimizer
@@ -54,7 +54,7 @@ class AveragedParameters:
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, multi_avg_fn: Averaging | None = None) -> None:
         engine = optimizer._engine
-        self._optimizer, self._average_by = optimizer, multi_avg_fn or get_swa_multi_avg_fn()
+        self._optimizer, self._average_by = optimizer, multi_avg_fn or _average_equally
         self._averages = _Averages(engine.coordinator)
         with engine.collective(), agreed(engine.coordinator, "AveragedParameters()"):
             if AVERAGE in engine.local.extra.names:
@@ -119,6 +119,16 @@ class AveragedParameters:
             with torch.no_grad():
                 for param, original in originals.items():
                     param.copy_(original)
+
+
+def _average_equally(averages: list[torch.Tensor], present: list[torch.Tensor], count: torch.Tensor) -> None:
+    """Give all steps equal weights, in the operations of AveragedModel, which differ between devices."""
+    if averages[0].device.type in foreach_devices():
+        get_swa_multi_avg_fn()(averages, present, count)
+        return
+    average_by = get_swa_avg_fn()
+    for average, value in zip(averages, present, strict=True):
+        average.copy_(average_by(average, value, count))
 
 
 class _Averages(ExtraEntries):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import is_
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -48,17 +49,17 @@ class Snapshot:
     Attributes:
         places: addresses, sizes and strides of the parameters, when they were laid out.
         active: which parameters a step could change then.
-        versions: version counters of the parameters with a master weight, after the last step.
-        hyperparameters: the values after the last step by group and key, see :func:`_frozen`.
-        kept: the objects of which ``hyperparameters`` has the id, so that no other object gets it.
+        hyperparameters: for each group the values after the last step, see :func:`_frozen`.
+        kept: the values that may be changed in place, or of which ``hyperparameters`` has the id.
+        fixed: the keys and values of all groups, for a fast comparison; empty if ``kept`` is not.
         entries: for each entry of this rank's state, what :func:`_entry` returned at the last exchange.
     """
 
     places: _Places = ([], [], [])
     active: Sequence[bool] = ()
-    versions: Sequence[int] = ()
-    hyperparameters: Mapping[tuple[int, str], object] = field(default_factory=dict)
+    hyperparameters: Sequence[Mapping[str, object]] = ()
     kept: Sequence[object] = ()
+    fixed: Sequence[object] = ()
     entries: Sequence[object] = ()
 
 
@@ -82,7 +83,7 @@ class Changes:
     # ------------------------------------------------------------------ the model
 
     def in_model(self) -> bool:
-        """Return True if parameters were exchanged, moved, frozen, unfrozen, or written to where a master is kept."""
+        """Return True if parameters were exchanged, moved, frozen or unfrozen."""
         local, last, inner = self._local, self._last, self._local.inner_groups()
         params = [param for group in local.groups for param in group["params"]]
         return (
@@ -92,7 +93,6 @@ class Changes:
             or not all(map(is_, local.groups, inner))
             or [param.requires_grad or param.grad is not None for param in params] != last.active
             or _places(local.params) != last.places
-            or self._versions() != last.versions
         )
 
     def moved(self) -> list[int]:
@@ -105,50 +105,50 @@ class Changes:
 
     def record_layout(self, active: Sequence[bool]) -> None:
         """Record where parameters are, and which of them are active, after they were laid out."""
-        self._last = replace(self._last, places=_places(self._local.params), active=[*active], versions=())
-
-    def record_step(self) -> None:
-        """Record hyperparameters, and that parameters have the values of their masters, at the end of a step."""
-        self._last = replace(self._last, versions=self._versions())
-        self.record_hyperparameters()
-
-    def forget_masters(self) -> None:
-        """Let the next step compare parameters with their masters, which were loaded."""
-        self._last = replace(self._last, versions=())
-
-    def _versions(self) -> list[int]:
-        return [version_of(shard.param) for shard in self._local.masters.shards]
+        self._last = replace(self._last, places=_places(self._local.params), active=[*active])
 
     # ------------------------------------------------------------------ hyperparameters
 
     def in_hyperparameters(self) -> list[tuple[int, str]]:
         """Return group and key of each hyperparameter that was written, added or removed since the last snapshot."""
-        last, now = self._last.hyperparameters, self._hyperparameters([])
-        return (
-            [] if now == last else [key for key in {**last, **now} if last.get(key, _MISSING) != now.get(key, _MISSING)]
-        )
+        if self._is_fixed():
+            return []
+        changed: list[tuple[int, str]] = []
+        nothing: Mapping[str, object] = {}
+        of_groups = zip_longest(self._last.hyperparameters, self._hyperparameters([]), fillvalue=nothing)
+        for number, (last, now) in enumerate(of_groups):
+            if last != now:
+                keys = {**last, **now}
+                changed += [(number, key) for key in keys if last.get(key, _MISSING) != now.get(key, _MISSING)]
+        return changed
 
     def read_hyperparameters(self) -> int:
         """Add the user's changes to :attr:`agreed`, and return its checksum."""
         changed, groups = self.in_hyperparameters(), self._local.groups
         for number, key in changed:
-            self.agreed.pop(f"{key} of group {number}", None)
+            name = f"{key} of group {number}"
             if number < len(groups) and key in groups[number]:
-                self.agreed[f"{key} of group {number}"] = to_text(groups[number][key], in_step=True)
+                self.agreed[name] = to_text(groups[number][key], in_step=True)
+            else:
+                self.agreed.pop(name, None)
         if changed:
             self.set_agreed(self.agreed)
             self.record_hyperparameters()
         return self.checksum
 
     def set_agreed(self, agreed: Mapping[str, str]) -> None:
-        """Replace :attr:`agreed`."""
-        self.agreed = dict(agreed)
-        self.checksum = zlib.crc32(repr(sorted(self.agreed.items())).encode())
+        """Replace :attr:`agreed`. It stays in order, because a list in order is sorted fast."""
+        self.agreed = dict(sorted(agreed.items()))
+        self.checksum = zlib.crc32("\0".join([*self.agreed, *self.agreed.values()]).encode())
 
     def record_hyperparameters(self) -> None:
         """Record the values that a step has written to the param groups, which need not be equal on all ranks."""
+        if self._is_fixed():
+            return
         kept: list[object] = []
-        self._last = replace(self._last, hyperparameters=self._hyperparameters(kept), kept=kept)
+        found = self._hyperparameters(kept)
+        fixed = () if kept else self._entries_of_groups()
+        self._last = replace(self._last, hyperparameters=found, kept=kept, fixed=fixed)
 
     def unchanged(self) -> list[dict[str, Any]]:
         """Return for each param group the values that are unchanged since the last step, which may have set them."""
@@ -158,24 +158,31 @@ class Changes:
                 found[number].pop(key, None)
         return found
 
-    def written_in(self, numbers: Iterable[int]) -> list[tuple[int, str]]:
+    def written_in(self, numbers: Collection[int]) -> list[tuple[int, str]]:
         """Return group and key of each value in these groups that differs from the last snapshot."""
-        last, groups = self._last.hyperparameters, self._local.groups
-        return [
-            (number, key)
-            for number in numbers
-            for key, value in groups[number].items()
-            if key not in MEMBERS and last.get((number, key), _MISSING) != _frozen(value, [])
-        ]
+        return [(number, key) for number, key in self.in_hyperparameters() if number in numbers]
 
-    def _hyperparameters(self, kept: list[object]) -> dict[tuple[int, str], object]:
-        """Return all values, frozen by :func:`_frozen`, by group and key."""
-        found: dict[tuple[int, str], object] = {}
-        for number, group in enumerate(self._local.groups):
-            for key, value in group.items():
-                if key not in MEMBERS:
-                    found[number, key] = _frozen(value, kept)
-        return found
+    def _is_fixed(self) -> bool:
+        """Return True if all groups have the objects that they had after the last step, none of which can change."""
+        last = self._last.fixed
+        now = self._entries_of_groups() if last else []
+        return bool(last) and len(now) == len(last) and all(map(is_, now, last))
+
+    def _entries_of_groups(self) -> list[object]:
+        """Return the keys and values of all groups. Every step reads them, so this has no loop in Python."""
+        groups = self._local.groups
+        return [*chain.from_iterable(groups), *chain.from_iterable(map(_values, groups))]
+
+    def _hyperparameters(self, kept: list[object]) -> list[dict[str, object]]:
+        """Return all values by group and key, frozen by :func:`_frozen` unless they are plain."""
+        return [
+            {
+                key: value if type(value) in _PLAIN else _frozen(value, kept)
+                for key, value in group.items()
+                if key not in MEMBERS
+            }
+            for group in self._local.groups
+        ]
 
     # ------------------------------------------------------------------ the state
 
@@ -209,22 +216,23 @@ def _places(tensors: Sequence[torch.Tensor]) -> _Places:
     )
 
 
-_MISSING = object()
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+_MISSING, _values = object(), methodcaller("values")
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
 
 
 def _frozen(value: Any, kept: list[object]) -> object:  # noqa: ANN401 - a hyperparameter
     """Return what a later value is compared with: plain values themselves, tensors by version, other objects by id.
 
-    Objects whose id is returned are appended to ``kept``.
+    Objects that may be changed in place, or whose id is returned, are appended to ``kept``.
     """
-    if isinstance(value, _PLAIN):
+    if type(value) in _PLAIN:
         return value
+    if not isinstance(value, tuple):
+        kept.append(value)
     if isinstance(value, (list, tuple)):
         return [_frozen(part, kept) for part in value]
     if isinstance(value, Mapping):
         return {key: _frozen(part, kept) for key, part in value.items()}
-    kept.append(value)
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
     # NumPy's scalars and arrays are numbers and lists.

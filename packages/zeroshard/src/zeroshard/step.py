@@ -96,6 +96,8 @@ class Stepper:
             self.guard.check_allowed()
             self.guard.check_capture(self.local.params, layout.plan)
             found = self.layouts.update() if self.changes.in_model() else layout
+            if self.local.masters.shards:
+                self.local.masters.refresh()
             self.local.check_gradients()
             if self.guard.refused:
                 raise RuntimeError(self.guard.refused)
@@ -149,7 +151,7 @@ class Stepper:
         except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and raise its error then
             failure = raised
         self._end(digest, failure, by_bucket=by_bucket)
-        self.changes.record_step()
+        self.changes.record_hyperparameters()
         if self.debugging is not None:
             is_early = self.exchange is not None and self.exchange.early_steps is not None
             buckets = self.exchange.buckets.by_index.values() if self.exchange is not None else []

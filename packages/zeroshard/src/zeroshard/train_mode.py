@@ -56,7 +56,7 @@ class TrainMode:
                 if has_changed and not coordinator.is_single_rank:
                     broadcast_params(coordinator, local.params, local.plan, self.metadata.ever_trained())
                     self._send_groups()
-                self.changes.record_step()
+                self.changes.record_hyperparameters()
         return results[0] if len(local.members) == 1 else None
 
     def _versions(self) -> object:

@@ -48,7 +48,9 @@ class MasterWeights(ExtraEntries):
         with torch.no_grad():
             for shard in self.shards:
                 master, values = shard.tensor, shard.local_view
-                master.copy_(torch.where(master.to(values.dtype) == values, master, values))
+                rounded = master.to(values.dtype)
+                if not values.is_cpu or not torch.equal(rounded, values):
+                    torch.where(rounded == values, master, values, out=master)
 
     def round(self, shards: Collection[LocalShard] | None = None) -> None:
         """Write the masters of some shards, or of all, to their parameters."""

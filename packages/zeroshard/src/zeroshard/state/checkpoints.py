@@ -70,7 +70,6 @@ class Checkpoints:
         self._replace_state(layout, "load_state_dict()", lambda: install(local, part))
         local.extra.end_load()
         local.publish_groups()
-        self.changes.forget_masters()
         return True
 
     def _replace_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
