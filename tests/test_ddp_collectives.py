@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.grads.stream import SideStream
-from zeroshard.state import metadata
+from zeroshard.state import group_values, metadata
 from zeroshard_comm import Message, PeerLostError, RankGroup, Traffic, agreement, collectives, ring, rounds
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults
@@ -626,7 +626,8 @@ def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
     monkeypatch.setattr(RankGroup, "private_group", lambda ranks, *_: ranks)
     monkeypatch.setattr(agreement, "Connections", StubConnections)
     # What others say of their state comes once.
-    monkeypatch.setattr(metadata, "all_gather_text", lambda _, mine, __: [mine] * world_size)
+    for module in (metadata, group_values):
+        monkeypatch.setattr(module, "all_gather_text", lambda _, mine, __: [mine] * world_size)
     monkeypatch.setattr(rounds, "send", stub)
     monkeypatch.setattr(rounds, "receive", lambda ranks, peer, room, *rest: stub(ranks, peer, room.zero_(), *rest))
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(10))).double()

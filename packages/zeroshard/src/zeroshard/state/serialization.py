@@ -46,9 +46,14 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
         # A list of pairs, because JSON would turn integer keys into text.
         return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
-        f"{where} is a {torch.typename(value)}, which cannot be moved without pickle; state may hold tensors, Python's "
+        f"{where} is a {_kind(value)}, which cannot be moved without pickle; state may hold tensors, Python's "
         f"numbers, strings, None, sets of these, and lists, tuples and dicts, with strings or integers as keys"
     )
+
+
+def _kind(value: object) -> str:
+    """Return the type of a value, e.g. ``"numpy.float32"``; torch names a tensor's subclass by its dtype."""
+    return type(value).__name__ if isinstance(value, torch.Tensor) else torch.typename(value)
 
 
 def is_key(key: object) -> bool:
