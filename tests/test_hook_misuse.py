@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -320,6 +321,48 @@ def test_a_parameter_that_ddp_ignores(hook: str) -> None:
         optimizer.step()
     assert_replicas_equal(model.parameters())
     assert not torch.equal(model.head.weight, before)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("listed", ["by torch's function", "by an attribute of the module"])
+@pytest.mark.parametrize("when", ["from the start", "added later"])
+def test_experts_one_per_rank_are_refused(rank: int, hook: str, listed: str, when: str) -> None:
+    """In a step all ranks would get the values of the rank that owns them."""
+    model, names = Growing().double(), ["head.weight", "head.bias"]
+    model.grow()
+    for param in model.head.parameters():
+        param.data.add_(rank)
+    if listed == "by torch's function" or when == "added later":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    else:
+        model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment] # torch reads it
+    ddp = DistributedDataParallel(model, process_group=group_of())
+    first = model.parameters() if when == "from the start" else model.body.parameters()
+    arguments = {"process_group": ddp.process_group, "overlap_with_ddp": hook != "owner", "lr": 0.1}
+    optimizer = ZeroRedundancyOptimizer(first, optim.SGD, **arguments)
+    words = (
+        r"checksum of tensor \d '.*', which DistributedDataParallel ignores \(give experts.* an optimizer of their own"
+    )
+    if when == "from the start":
+        with pytest.raises(DisagreementError, match=words):
+            register(hook, ddp, optimizer)
+        # As the message says.
+        optimizer = ZeroRedundancyOptimizer(model.body.parameters(), optim.SGD, **arguments)
+        register(hook, ddp, optimizer)
+    else:
+        register(hook, ddp, optimizer)
+        with pytest.raises(DisagreementError, match=words):
+            optimizer.add_param_group({"params": list(model.head.parameters())})
+    experts, before = optim.SGD(model.head.parameters(), lr=0.1), model.body.weight.detach().clone()
+    for number in range(3):
+        for each in (optimizer, experts):
+            each.zero_grad()
+        ddp(batch(number)).sum().backward()
+        for each in (optimizer, experts):
+            each.step()
+    assert_replicas_equal(model.body.parameters(), group=ddp.process_group)
+    assert not torch.equal(model.body.weight, before)
 
 
 # ---------------------------------------------------------------------- hooks that reduce in place

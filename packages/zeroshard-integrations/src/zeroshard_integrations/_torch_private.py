@@ -52,6 +52,13 @@ disable_dynamo: Callable[[Callable[..., None]], Callable[..., None]] = vars(torc
 JoinConfig = _JoinConfig
 
 
+def mark_ignored(ddp: DistributedDataParallel) -> None:
+    """Mark parameters that DDP ignores as torch marks them, unless a script has only listed their names."""
+    for name, param in ddp.module.named_parameters():
+        if name in ddp.parameters_to_ignore:
+            vars(param)["_ddp_ignored"] = True
+
+
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Return True if there is a communication hook, in Python or in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))

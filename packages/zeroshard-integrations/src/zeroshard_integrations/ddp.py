@@ -107,8 +107,10 @@ def register_reduce_to_owner(
         TypeError: if ``optimizer`` is not a sharded optimizer, or is a list.
         ValueError: if the optimizer lacks a parameter, has other ranks, was built with ``overlap_with_ddp=True``, or is
             in a Join block, if DDP has ``mixed_precision``, or if ``norms`` is not a bool.
+        DisagreementError: if a parameter that DDP ignores differs between ranks.
     """
     _check_sharded(optimizer)
+    _torch_private.mark_ignored(ddp)
     exchange = optimizer.follow_backward(StepMode.IN_STEP, _checked_names(ddp, optimizer), norms=norms)
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
     _register_model(ddp, exchange)
@@ -138,6 +140,7 @@ def hook_with_zero_step(
 
     Raises:
         ValueError: if the optimizer was built without ``overlap_with_ddp=True``, lacks a parameter, or has other ranks.
+        DisagreementError: if a parameter that DDP ignores differs between ranks.
     """
     return _stepping_hook(hook, ddp, zero, StepMode.AFTER_BACKWARD)
 
@@ -170,6 +173,7 @@ def hook_with_zero_step_interleaved(
 
 def _stepping_hook(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
     _check_sharded(zero)
+    _torch_private.mark_ignored(ddp)
     exchange = zero.follow_backward(mode, _checked_names(ddp, zero))
     _register_model(ddp, exchange)
     # DDP keeps the hook, so a reference from it to the optimizer would be a cycle through C++. `join_state` belongs to

@@ -73,3 +73,8 @@ DispatchMode = TorchDispatchMode
 def in_autograd() -> bool:
     """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_ignored_by_ddp(param: torch.Tensor) -> bool:
+    """Return True if DistributedDataParallel was told to ignore a parameter."""
+    return getattr(param, "_ddp_ignored", False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from zeroshard_comm import Coordinator, agreed
 from zeroshard_core import Plan
 
 from zeroshard.changes import Changes
-from zeroshard.grads.buckets import Buckets
+from zeroshard.grads.buckets import Buckets, settings_of_ignored
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBuffers
@@ -135,10 +136,13 @@ class Layouts:
                 layout = next_layout(policy, layout, local.groups)
                 self._check_not_converted(layout.plan)
                 defaults = local.dry_run(layout.plan, policy.classes)
-                if self.buckets is not None:
-                    self.buckets.check_layout(parameters_of(local.groups), layout)
                 added = [{**defaults, **group} for group in local.groups[before:]]
-                proposal.set(with_settings(layout, settings_of(added, first=before)))
+                settings: dict[str, Any] = {**settings_of(added, first=before)}
+                if self.buckets is not None:
+                    params = parameters_of(local.groups)
+                    self.buckets.check_layout(params, layout)
+                    settings |= settings_of_ignored(params, layout, first=len(local.params))
+                proposal.set(with_settings(layout, settings))
         except BaseException:
             del local.groups[before:]
             raise

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from zeroshard_comm import Coordinator, DisagreementError
 
+from zeroshard._torch_private import is_ignored_by_ddp
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.layout import label_in
 from zeroshard.state.placeholder import leaves
@@ -29,7 +30,7 @@ class StepChecks:
         self._logged: object = None
         self._state: dict[int, list[object]] = {}
         # Other parameters have rank 0's values, or get them from DistributedDataParallel's constructor.
-        ignored = [param if getattr(param, "_ddp_ignored", False) else None for param in local.params]
+        ignored = [param if is_ignored_by_ddp(param) else None for param in local.params]
         self._compare("parameter, ignored by DistributedDataParallel,", ignored, "ZeroRedundancyOptimizer()")
 
     def compare_gradients(self) -> None:

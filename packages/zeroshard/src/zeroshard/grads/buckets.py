@@ -13,6 +13,8 @@ import torch
 from zeroshard_comm import Coordinator, agreed, choose_transport
 from zeroshard_core import Plan
 
+from zeroshard._torch_private import is_ignored_by_ddp
+from zeroshard.debug.checks import digest_of
 from zeroshard.grads.bucket import Bucket, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.grads.table import GradTable
@@ -103,7 +105,7 @@ class Buckets:
         # Includes frozen parameters, which may be trainable again.
         for tensor in self._outside:
             param = self._local.params[tensor]
-            if param.grad is None or getattr(param, "_ddp_ignored", False):
+            if param.grad is None or is_ignored_by_ddp(param):
                 continue
             if not self.by_index:
                 raise self._table.unreduced(tensor)
@@ -228,6 +230,19 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
                 f"on {device}: a communication hook exchanges parameters of one device. Move them, or use no hook"
             )
     return device
+
+
+def settings_of_ignored(params: Sequence[torch.Tensor], layout: Layout, first: int = 0) -> dict[str, int]:
+    """Return settings that differ between ranks if parameters do that DistributedDataParallel ignores, from ``first``.
+
+    All ranks get the owner's values of such a parameter in a step. Frozen ones are not stepped.
+    """
+    return {
+        f"with a communication hook, the checksum of {label_in(layout.plan, index)}, which DistributedDataParallel "
+        f"ignores (give experts, one per rank, an optimizer of their own),": digest_of(params[index])
+        for index in range(first, len(params))
+        if params[index].requires_grad and is_ignored_by_ddp(params[index])
+    }
 
 
 def _index_of(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, int], plan: Plan) -> int:

@@ -27,7 +27,7 @@ from zeroshard_comm import BucketReduceWork, Coordinator, agreed
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.changes import Seen
 from zeroshard.grads.bucket import Bucket, BucketState
-from zeroshard.grads.buckets import Buckets, common_device
+from zeroshard.grads.buckets import Buckets, common_device, settings_of_ignored
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradNorms
 from zeroshard.grads.stream import ReductionQueue
@@ -35,7 +35,7 @@ from zeroshard.grads.table import GradTable
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
-from zeroshard.plan.layout import Layout
+from zeroshard.plan.layout import Layout, with_settings
 
 _BucketFuture = Future[torch.Tensor]
 _PATIENCE = 5.0
@@ -113,7 +113,7 @@ class GradExchange:
         norms: bool,
     ) -> None:
         self._coordinator, self._guard, self._local, self._calls, self.mode = coordinator, guard, local, calls, mode
-        with agreed(coordinator, "a communication hook's first call"):
+        with agreed(coordinator, "a communication hook's first call") as proposal:
             device = common_device(local.params, layout)
             if mode.is_interleaved:
                 local.check_may_detach()
@@ -121,6 +121,7 @@ class GradExchange:
                 raise ValueError(
                     f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False"
                 )
+            proposal.set(with_settings(layout, settings_of_ignored(local.params, layout)))
         steps_early = mode is not StepMode.IN_STEP
         self.table = GradTable(GradNorms(coordinator, device, takes_norms=norms, steps_early=steps_early))
         self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=mode.is_interleaved)
