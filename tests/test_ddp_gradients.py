@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_training import HOOKS, Twins, assert_close, batch, not_freed
-from torch import nn
+from ddp_training import HOOKS, Twins, assert_close, batch, not_freed, register
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import EVERYWHERE
-from zeroshard import GradPlaceholder
+from training import EVERYWHERE, cutting
+from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import reduce_to_owner_hook
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
@@ -620,24 +621,86 @@ def test_gradients_of_parameters_that_a_later_backward_does_not_use(rank: int, p
         twins.check(f"after iteration {number}")
 
 
+def zero_what_is_used(model: nn.Module, unused: int) -> None:
+    """As a loop does that knows its heads."""
+    for name, param in model.named_parameters():
+        if f"halves.{unused}" not in name:
+            param.grad = None
+
+
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
+@VIEWS
+@pytest.mark.pairwise
+@pytest.mark.parametrize("partition", ["whole", "split", "level"])
+@pytest.mark.parametrize("masters", [False, True], ids=["", "master weights"])
 @pytest.mark.parametrize("without", ["unused", "frozen"])
-def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(hook: str, without: str) -> None:
-    twins = Twins(hook, model=Halves, ddp={"find_unused_parameters": True})
+def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(
+    hook: str, partition: str, views: bool, masters: bool, without: str
+) -> None:
+    """Plain steps it with the gradient of the last step, which its owner has used."""
+    model = Halves().to(torch.bfloat16 if masters else torch.float64)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optim.AdamW,
+        partition=cutting(partition),
+        master_weights=masters,
+        overlap_with_ddp=hook != "owner",
+        lr=1e-2,
+    )
+    register(hook, ddp, optimizer)
+
+    def backward(number: int, chosen: tuple[int, ...]) -> None:
+        ddp(batch(number).to(model.halves[0].weight.dtype), chosen).square().mean().backward()
+
+    # Two heads in turn: the first step uses both.
     for number in range(3):
-        twins.optimizer.zero_grad()
-        halves(twins, twins.ddp, number, (0, 1, 2))
-        twins.optimizer.step()
-    kept = twins.ddp.module.halves[1]
-    for name, param in twins.ddp.named_parameters():
-        if "halves.1" not in name:
-            param.grad = None
-    kept.requires_grad_(without == "unused")
-    before = twins.optimizer.traffic.total()
-    with pytest.raises(RuntimeError, match=r"still has the gradient of the last step: call optimizer\.zero_grad\(\)"):
-        halves(twins, twins.ddp, 3, (0, 2))
-    assert twins.optimizer.traffic.total() == before
+        optimizer.zero_grad()
+        backward(number, (0, 1, 2))
+        optimizer.step()
+    zero_what_is_used(model, 1)
+    model.halves[1].requires_grad_(without == "unused")
+    before, sent = [param.detach().clone() for param in model.parameters()], optimizer.traffic.total()
+    with pytest.raises(
+        RuntimeError,
+        match=r"tensor [23] 'halves\.1\.(weight|bias)' still has the gradient of the last step: call optimizer\.zero_grad\(\)",
+    ):
+        backward(3, (0, 2))
+    assert optimizer.traffic.total() == sent
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.pairwise
+@pytest.mark.parametrize("partition", ["whole", "split", "level"])
+@pytest.mark.parametrize("in_buffer", [False, True], ids=["", "bucket view"])
+@pytest.mark.parametrize("masters", [False, True], ids=["", "master weights"])
+@pytest.mark.parametrize("without", ["unused", "frozen"])
+def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_stepped_without_a_hook(
+    partition: str, in_buffer: bool, masters: bool, without: str
+) -> None:
+    models = [Halves().double() for _ in range(2)]
+    ddps = [DistributedDataParallel(model, find_unused_parameters=True) for model in models]
+    sharded = ZeroRedundancyOptimizer(
+        models[0].parameters(),
+        optim.AdamW,
+        partition=cutting(partition),
+        master_weights=masters,
+        parameters_as_bucket_view=in_buffer,
+        lr=1e-2,
+    )
+    optimizers = [sharded, optim.AdamW(models[1].parameters(), lr=1e-2)]
+    for number in range(6):
+        unused = 1 + number % 2
+        for model, ddp, optimizer in zip(models, ddps, optimizers, strict=True):
+            zero_what_is_used(model, unused)
+            model.requires_grad_(True)
+            model.halves[unused].requires_grad_(without == "unused")
+            ddp(batch(number), (0, 3 - unused)).square().mean().backward()
+            optimizer.step()
+        for ours, theirs in zip(*[model.parameters() for model in models], strict=True):
+            assert torch.equal(ours, theirs), f"in iteration {number}"
 
 
 def halves(twins: Twins, ddp: nn.Module, number: int, chosen: tuple[int, ...]) -> None:
