@@ -29,18 +29,33 @@ USED = Row("with a hook: backward after step() without zero_grad()", "still has 
 UNREDUCED = Row("with a hook: step() after no_sync()", r"has not been reduced|was replaced after backward\(\)")
 STEPS_EARLY = Row("a hook that steps: not backward and step() in turn", r"exactly one backward outside of no_sync\(\)")
 SEVERAL = Row("with a hook: a backward after one that reduced", "synchronize only the last backward")
+TYPE = Row("a type of parameter, where the class gets another tensor", "would get a plain Parameter in its place")
+EXPERTS = Row("with a hook: parameters that DDP ignores and that differ", "an optimizer of their own")
+COUPLED = Row("a class that couples tensors", "couples tensors")
+AGAIN = Row("a class that calls its closure again", "called its closure again in one step")
+CLOSURE = Row("a hook that steps: a closure", "takes neither a closure nor arguments")
 
 
 def expected(loop: Loop) -> Row | None:
     """Return the row by which a loop is refused; None if it is not."""
+    steps_early = loop.mode in STEPPING
+    if loop.optimizer == "ClipAll":
+        return COUPLED
+    has_others = loop.partition != "whole" or "master_weights" in loop.flags or loop.mode == STEPPING[1]
+    if loop.optimizer == "ByType" and has_others:
+        return TYPE
+    if loop.family == "closures" and (steps_early or loop.optimizer == "Twice"):
+        return CLOSURE if steps_early else AGAIN
     if loop.mode == "no hook":
         return None
+    if "experts" in loop.flags:
+        return EXPERTS
     # Of each layer: "absent", "zero", "reduced", or "used" by a step.
     reduced = dict.fromkeys(LAYERS, "absent")
     # Layers with gradients that are not reduced, and frozen ones.
     local, frozen = set[str](), {*loop.frozen}
     number = backwards = 0  # forwards, and synchronized backwards since the last step
-    is_changed, steps_early = False, loop.mode in STEPPING
+    is_changed = is_replaced = False
     for word, _, argument in (act.partition(" ") for act in sum(loop.iterations, ())):
         row = None
         trained = {*STEM, *loop.heads_of(number, 0, 1)}
@@ -62,11 +77,15 @@ def expected(loop: Loop) -> Row | None:
         elif word == "step":
             is_repeated = backwards == 0 and not {"used", "zero"}.isdisjoint(reduced.values())
             is_wrong = steps_early and (is_repeated or backwards > 1 or (is_changed and backwards == 1))
-            row = UNREDUCED if local else STEPS_EARLY if is_wrong else None
+            row = UNREDUCED if local or is_replaced else STEPS_EARLY if is_wrong else None
             reduced = {layer: "used" if state == "reduced" else state for layer, state in reduced.items()}
             backwards = 0
         elif word in ("lr", "decay", "schedule"):
             is_changed = True
+        elif word == "resume":
+            reduced = dict.fromkeys(LAYERS, "absent")
+        elif word == "grad":
+            is_replaced |= reduced[loop.layer_of(int(argument))] != "absent"
         elif word == "freeze":
             frozen.add(argument)
         elif word in ("unfreeze", "add"):

@@ -1,4 +1,4 @@
-"""Draws training loops: a loop is a value of plain data, and a pure function of its seed.
+"""Draws training loops: a loop is a value of plain data, and a pure function of its seed and its family.
 
 An act is a word, mostly with an argument:
 
@@ -12,8 +12,19 @@ An act is a word, mostly with an argument:
 - ``delete``, ``pop``, ``assign``, ``clear``, ``scale``: edit the state, of one parameter or of all.
 - ``rebind``, ``write``: halve the values of a parameter, by ``param.data = ...`` or in place.
 
+Acts of one family alone. The loops of a family do one thing on purpose that users have done:
+
+- ``mul``: doubles an attribute of a parameter, at which the optimizer class looks.
+- ``grad``: assigns ``param.grad.data`` between backward and ``step()``.
+- ``closure``: ``step(closure)``, where the closure makes the backward.
+- ``resume``: builds everything again, and loads what was consolidated.
+- ``data``, ``clamp``: write through ``param.data``.
+- ``rate``: writes a learning rate to the dict of a param group that the script has kept.
+
 Documented as not checked, and not drawn: with a hook that steps during backward, edits of state or parameters between
-that backward and its ``step()``, and a loop without its last ``step()``.
+that backward and its ``step()``, and a loop without its last ``step()``; sets of ``id(param)`` for parts of tensors,
+master weights and hooks that step bucket by bucket; without a hook, parameters that DDP ignores and that differ between
+ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +38,25 @@ SCHEDULERS = ("", "ExponentialLR", "StepLR", "LambdaLR", "CosineAnnealingLR", "O
 FLAGS = ("parameters_as_bucket_view", "master_weights", "gradient_as_bucket_view", "two groups")
 STEM, HEADS = ("stem0", "stem1"), ("head0", "head1")
 LAYERS = STEM + HEADS
+# Optimizer classes of each family; () are those of torch.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "attributes": ("ByAttribute", "ByType", "ById"),
+    "kept": (),
+    "grad data": (),
+    "closures": ("Twice", "Twice", "Simple", "SGD"),
+    "counters": ("Counting",),
+    "data": (),
+    "ignored": (),
+    "dicts": (),
+    "coupled": ("ClipAll", "ClipEach"),
+}
+_EDITS = {
+    "attributes": ("mul {}",),
+    "kept": ("freeze stem0", "unfreeze stem0", "freeze stem1"),
+    "counters": ("resume",),
+    "data": ("data {}", "clamp {}"),
+    "dicts": ("rate {}",),
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +67,11 @@ class Loop:
         seed: the seed that it was drawn from.
         mode, partition, optimizer, scheduler: how it is built; see `draw`.
         heads: which heads a forward uses: ``"both"``, one ``"in turn"``, or one ``"by rank"``, in turn too.
-        flags: some of `FLAGS`, and ``"find_unused_parameters"``.
+        flags: some of `FLAGS`, ``"find_unused_parameters"``, ``"a group each"``, and of what DDP ignores ``"equal"`` or
+            ``"experts"``, which differ between ranks.
         frozen: layers that are frozen before the optimizer is built, and after DDP is.
         iterations: the acts of each iteration.
+        family: what is done on purpose, one of `FAMILIES`, or empty.
     """
 
     seed: int
@@ -51,28 +83,45 @@ class Loop:
     flags: tuple[str, ...]
     frozen: tuple[str, ...]
     iterations: tuple[tuple[str, ...], ...]
+    family: str = ""
 
     def heads_of(self, number: int, *ranks: int) -> list[str]:
         """Return the heads that the backward of this number uses on some ranks."""
         first = {(number + rank * (self.heads == "by rank")) % 2 for rank in ranks}
         return [head for place, head in enumerate(HEADS) if self.heads == "both" or place in first]
 
+    def layer_of(self, number: int) -> str:
+        """Return the layer of a parameter's number, while none was added."""
+        return LAYERS[number % 8 // 2 if self.optimizer != "Muon" else number % 4]
+
     def __str__(self) -> str:
         """Return the loop on one line."""
-        head = [self.mode, self.partition, self.optimizer, self.scheduler, f"heads {self.heads}", *self.flags]
-        head += [f"{layer} frozen" for layer in self.frozen]
+        head = [self.family, self.mode, self.partition, self.optimizer, self.scheduler, f"heads {self.heads}"]
+        head += [*self.flags, *(f"{layer} frozen" for layer in self.frozen)]
         return " | ".join([", ".join(filter(None, head)), *map(", ".join, self.iterations)])
 
 
-def draw(seed: int) -> Loop:
-    """Draw a loop. In two loops of five one or two iterations are odd: they do what may be refused."""
-    rng = random.Random(seed)  # noqa: S311 - the same loop for a seed, everywhere
+def draw(seed: int, family: str = "") -> Loop:
+    """Draw a loop. In two loops of five without a family one or two iterations are odd: they may be refused."""
+    rng = random.Random(f"{family} {seed}" if family else seed)  # noqa: S311 - the same loop for a seed, everywhere
     mode = rng.choice((*MODES, "reduce_to_owner", "reduce_to_owner"))
-    optimizer = rng.choice(("SGD", "Adam", "AdamW", "Muon"))
-    partition = rng.choice(("whole", "level") if optimizer == "Muon" else ("whole", "split", "level"))
+    optimizer = rng.choice(FAMILIES.get(family) or ("SGD", "Adam", "AdamW", "Muon"))
+    # "level" may leave all tensors of a type whole, or not.
+    two = {"ByType": ("whole", "split"), **dict.fromkeys(("Muon", "ClipAll", "ClipEach"), ("whole", "level"))}
+    partition = rng.choice(two.get(optimizer, ("whole", "split", "level")))
     heads = rng.choices(("both", "in turn", "by rank"), (6, 4, 1))[0]
     scheduler, freezes = rng.choice(SCHEDULERS), rng.random() < 0.4
     flags = [flag for flag in FLAGS if rng.random() < 0.5]
+    heads = {"kept": "in turn", "grad data": "both"}.get(family, heads)
+    if optimizer == "ById":
+        mode, partition, flags = rng.choice(MODES[:3]), "whole", [flag for flag in flags if flag != "master_weights"]
+    elif family == "data" and "master_weights" not in flags:
+        flags.append("master_weights")
+    elif family == "counters":
+        flags = [flag for flag in flags if flag != "two groups"] + ["a group each"]
+    elif family == "ignored":
+        # Without a hook nothing is compared.
+        flags.append("equal" if mode == "no hook" else rng.choice(("equal", "experts")))
     flags += ["find_unused_parameters"] * (freezes or heads != "both")
     usual_zero, zeros_first = rng.choice(("none", "zeros", "model", "all")), rng.random() < 0.75
 
@@ -80,6 +129,8 @@ def draw(seed: int) -> Loop:
         return f"zero {usual_zero if rng.random() < 0.9 else rng.choice(('none', 'zeros', 'trainable'))}"
 
     def edit(*, between: bool) -> str:
+        if family:
+            return rng.choice(_EDITS[family]).format(rng.randrange(8))
         # With other schedulers no group can be added without sharding either.
         kinds = ["groups", *["add"] * (scheduler in SCHEDULERS[:3]), *["layers"] * 2 * freezes]
         kind = rng.choice(kinds if between and mode in STEPPING else [*kinds, "state", "values"])
@@ -91,12 +142,13 @@ def draw(seed: int) -> Loop:
         return f"{word} {rng.randrange(8)}" if word in ("delete", "pop", "assign", "rebind", "write") else word
 
     def iteration(*, odd: bool, first: bool) -> tuple[str, ...]:
-        edits = [edit(between=False) for _ in range(2) if not first and rng.random() < 0.3]
+        has_edits = not first and (not family or family in _EDITS)
+        edits = [edit(between=False) for _ in range(2) if has_edits and rng.random() < (0.6 if family else 0.3)]
         window = ["local"] * rng.randint(1, 2) if rng.random() < 0.25 else []
         begin, backward, step, end = [zero()] * zeros_first, ["backward"], ["step"], [zero()] * (not zeros_first)
         if begin and not window and rng.random() < 0.15:
             begin = ["forward", *begin]
-        kind = rng.choice(("backwards", "between", "steps", "zeros")) if odd else ""
+        kind = rng.choice(("backwards", "between", "steps", "zeros")) if odd else family
         if kind == "backwards":
             unreduced = [["local"], [zero(), "local"]] * (mode != "no hook")
             backward += rng.choice([["backward"], ["local", "backward"], *unreduced])
@@ -104,13 +156,17 @@ def draw(seed: int) -> Loop:
             step = [edit(between=True), *step]
         elif kind == "steps":
             step = rng.choice(([], ["step", "step"], [zero(), "step"], ["step", zero(), "step"]))
-        elif kind == "zeros":
+        elif kind in ("zeros", "kept"):
             way = rng.choice(([], ["zero trainable"], ["zero used"]))
             begin, end = way * zeros_first, way * (not zeros_first)
+        elif kind == "grad data":
+            step = [f"grad {rng.randrange(8)}"] * rng.randint(0, 1) + step
+        elif kind == "closures":
+            begin, window, backward, step, end = [], [], [], ["closure"], []
         return (*edits, *begin, *window, *backward, *step, *end, *["schedule"] * bool(scheduler))
 
     count = rng.randint(3, 6)
-    odd_ones = {rng.randrange(count - 1) for _ in range(2)} if rng.random() < 0.4 else set()
+    odd_ones = {rng.randrange(count - 1) for _ in range(2)} if rng.random() < 0.4 and not family else set()
     iterations = tuple(iteration(odd=number in odd_ones, first=number == 0) for number in range(count))
     frozen = tuple(layer for layer in STEM if freezes and rng.random() < 0.4)
-    return Loop(seed, mode, partition, optimizer, scheduler, heads, tuple(flags), frozen, iterations)
+    return Loop(seed, mode, partition, optimizer, scheduler, heads, tuple(flags), frozen, iterations, family)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from drawn_loops.classes import CLASSES, Special
 from drawn_loops.expected import Outcome
 from drawn_loops.loop import HEADS, LAYERS, STEM, STEPPING, Loop
 from torch import nn
@@ -28,6 +30,7 @@ from zeroshard_integrations import ddp as hooks
 from zeroshard_testing import RanksFailure, run_on_ranks
 
 _SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {"lr": 0.1} for name in CLASSES},
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
     "Adam": {"lr": 0.01, "weight_decay": 0.01},
     "ExponentialLR": {"gamma": 0.7},
@@ -60,7 +63,7 @@ def train(loop: Loop) -> tuple[str, str, str]:
     with warnings.catch_warnings(), cut, add_up:
         warnings.simplefilter("ignore")
         plain, ours = (_Training(loop, group, is_sharded=is_sharded) for is_sharded in (False, True))
-        for index, act in enumerate([*sum(loop.iterations, ()), "end"]):
+        for index, act in enumerate(["build", *sum(loop.iterations, ()), "end"], -1):
             error = ""
             try:
                 ours.do(act)
@@ -74,7 +77,7 @@ def train(loop: Loop) -> tuple[str, str, str]:
             if error:
                 return "refused", f"{index} {act}", error
             plain.do(act)
-            if not found and act in ("step", "end"):
+            if not found and act in ("step", "closure", "end"):
                 one, other = (training.values(with_state=act == "end") for training in (ours, plain))
                 differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
                 found = "".join(f"{name} after {index} {act}" for name in differing[:1])
@@ -95,7 +98,14 @@ class _Training:
     """One of two trainings of a loop: sharded, or plain."""
 
     def __init__(self, loop: Loop, group: dist.ProcessGroup, *, is_sharded: bool) -> None:
-        self.loop, self.number, flags = loop, 0, loop.flags
+        self.loop, self.group, self.is_sharded, self.number = loop, group, is_sharded, 0
+        # What the optimizer steps for each parameter: itself, or a copy in float32.
+        self.stepped: dict[torch.Tensor, torch.Tensor] = {}
+        self.optimizer: Any = None
+        self.has_copies = "master_weights" in loop.flags and not is_sharded
+
+    def build(self) -> None:
+        loop, group, is_sharded, flags = self.loop, self.group, self.is_sharded, self.loop.flags
         self.output: Any = None
         torch.manual_seed(loop.seed)
         sizes = (12, 24), (24, 20), (20, 6), (20, 6)
@@ -105,22 +115,33 @@ class _Training:
         if "master_weights" in flags:
             # One layer has no masters.
             self.model.bfloat16()[STEM[1]].float()
+        if not {"equal", "experts"}.isdisjoint(flags):
+            self.append(1.0 + dist.get_rank() * ("experts" in flags))
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ["added.0"])
+        param: Any
+        for number, param in enumerate(self.model.parameters() if loop.family == "attributes" else ()):
+            param.lr_mul = 0.5 * (1 + number % 3)
+            if loop.optimizer == "ByType":
+                param.__class__ = Special
         given: dict[str, Any] = {flag: flag in flags for flag in ("gradient_as_bucket_view", "find_unused_parameters")}
         self.ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.002, **given)
         for layer in loop.frozen:
             self.model[layer].requires_grad_(False)
-        # What the optimizer steps for each parameter: itself, or a copy in float32.
-        self.stepped: dict[torch.Tensor, torch.Tensor] = {}
-        self.has_copies = "master_weights" in flags and not is_sharded
-        make, params = getattr(torch.optim, loop.optimizer), self.new_params()
-        groups: list[dict[str, Any]] = [{"params": params}]
-        if "two groups" in flags:
-            groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:], "weight_decay": 0.1}]
+        make: Any = CLASSES.get(loop.optimizer) or getattr(torch.optim, loop.optimizer)
+        params = self.new_params()
+        # The script keeps these.
+        self.groups: list[dict[str, Any]] = [{"params": params}]
+        if "a group each" in flags:
+            self.groups = [{"params": [param]} for param in params]
+        elif "two groups" in flags:
+            self.groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:], "weight_decay": 0.1}]
         if is_sharded:
             given = {flag: flag in flags for flag in ("parameters_as_bucket_view", "master_weights")}
             given |= {"overlap_with_ddp": loop.mode in STEPPING, "partition": loop.partition}
             make = partial(ZeroRedundancyOptimizer, optimizer_class=make, process_group=group, **given)
-        self.optimizer: Any = make(groups, **_SETTINGS.get(loop.optimizer, {"lr": 0.01}))
+        # Ids are arguments of the class: each training has its own.
+        ids = {"ids": frozenset(map(id, params[::2]))} if loop.optimizer == "ById" else {}
+        self.optimizer = make(self.groups, **_SETTINGS.get(loop.optimizer, {"lr": 0.01}), **ids)
         if is_sharded and loop.mode == "reduce_to_owner":
             hooks.register_reduce_to_owner(self.ddp, self.optimizer)
         elif is_sharded and loop.mode in STEPPING:
@@ -133,15 +154,36 @@ class _Training:
         new = [param for param in self.model.parameters() if param not in self.stepped]
         for param in new:
             is_copied = self.has_copies and param.dtype == torch.bfloat16
-            self.stepped[param] = nn.Parameter(param.detach().float()) if is_copied else param
+            self.stepped[param] = type(param)(param.detach().float()) if is_copied else param
+            vars(self.stepped[param]).update(vars(param))
         return [self.stepped[param] for param in new]
+
+    def append(self, value: float) -> nn.Parameter:
+        """Add a parameter that DDP ignores to the model."""
+        added = nn.Parameter(torch.full_like(self.model[HEADS[0]].weight, value))
+        self.model["added"].append(added)
+        return added
+
+    def resume(self) -> None:
+        """Build everything again, with the values of parameters and of the consolidated state."""
+        self.do("end")
+        saved = [self.optimizer.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(saved)
+        old, scheduler, self.stepped = self.stepped, self.scheduler, {}
+        self.build()
+        with torch.no_grad():
+            for new, value in zip(sum(self.stepped.items(), ()), sum(old.items(), ()), strict=True):
+                new.copy_(value)
+        self.optimizer.load_state_dict(saved[0])
+        if scheduler is not None:
+            self.scheduler.load_state_dict(scheduler.state_dict())
 
     def do(self, act: str) -> None:
         word, _, argument = act.partition(" ")
         optimizer, params = self.optimizer, list(self.stepped)
-        param = params[int(argument) % len(params)] if argument.isdigit() else params[0]
+        param: Any = params[int(argument) % len(params)] if argument.isdigit() else None
         match word:
-            case "forward" | "backward" | "step":
+            case "build" | "resume" | "forward" | "backward" | "step":
                 getattr(self, word)()
             case "local":
                 with self.ddp.no_sync():
@@ -157,9 +199,7 @@ class _Training:
             case "decay":
                 optimizer.param_groups[-1]["weight_decay"] += 0.01
             case "add":
-                added = nn.Parameter(torch.ones_like(self.model[HEADS[0]].weight))
-                vars(added)["_ddp_ignored"] = True
-                self.model["added"].append(added)
+                vars(self.append(1.0))["_ddp_ignored"] = True
                 optimizer.add_param_group({"params": self.new_params(), "weight_decay": 0.02})
             case "delete" if self.stepped[param] in optimizer.state:
                 del optimizer.state[self.stepped[param]]
@@ -179,6 +219,19 @@ class _Training:
             case "write":
                 with torch.no_grad():
                     param.mul_(0.5)
+            case "mul":
+                param.lr_mul *= 2
+                vars(self.stepped[param]).update(vars(param))
+            case "grad" if param.grad is not None:
+                param.grad.data = torch.full_like(param, 0.01)
+            case "closure":
+                self.step(self.closure)
+            case "data":
+                param.data.mul_(0.5)
+            case "clamp":
+                param.data.clamp_(-0.05, 0.05)
+            case "rate":
+                self.groups[int(argument) % len(self.groups)]["lr"] = 0.1 / (2 + self.number)
             case "end" if isinstance(optimizer, ZeroRedundancyOptimizer):
                 optimizer.consolidate_state_dict()
 
@@ -198,24 +251,39 @@ class _Training:
         inputs = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * self.number + rank))
         self.output = self.ddp(inputs, self.loop.heads_of(self.number, rank))
 
-    def backward(self) -> None:
+    def backward(self) -> torch.Tensor:
         for added in self.model["added"]:
             # DDP does not reduce its gradient, which is equal on all ranks.
             added.grad = torch.full_like(added, 0.1 * self.number)
         if self.output is None:
             self.forward()
-        loss, self.output, self.number = self.output.square().mean(), None, self.number + 1
+        loss: torch.Tensor = self.output.square().mean()
+        self.output, self.number = None, self.number + 1
         loss.backward()
+        return loss.detach()
 
-    def step(self) -> None:
-        copies = [pair for pair in self.stepped.items() if pair[0] is not pair[1]]
+    def step(self, *closure: Callable[[], Any]) -> None:
+        self.exchange(to_copies=True)
         with torch.no_grad():
-            for param, copied in copies:
+            self.optimizer.step(*closure)
+        self.exchange(to_copies=False)
+
+    def closure(self) -> torch.Tensor:
+        self.exchange(to_copies=False)
+        self.zero("none")
+        loss = self.backward()
+        self.exchange(to_copies=True)
+        return loss
+
+    @torch.no_grad()
+    def exchange(self, *, to_copies: bool) -> None:
+        """Set what is stepped by the parameters, or the parameters by what is stepped."""
+        for param, copied in self.stepped.items():
+            if to_copies and copied is not param:
                 # What was written to a parameter counts, where it is not the rounded copy.
                 copied.copy_(torch.where(copied.to(param.dtype) == param, copied, param))
                 copied.grad = None if param.grad is None else param.grad.float()
-            self.optimizer.step()
-            for param, copied in copies:
+            elif copied is not param:
                 param.copy_(copied)
 
     def values(self, *, with_state: bool) -> dict[str, Any]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import drawn_loops.loop as loop_module
 import pytest
 from drawn_loops.expected import Outcome, problem
-from drawn_loops.loop import FLAGS, MODES, SCHEDULERS, draw
+from drawn_loops.loop import FAMILIES, FLAGS, MODES, SCHEDULERS, draw
 from drawn_loops.running import run
 
 PLAIN = replace(draw(0), mode="reduce_to_owner", heads="both", flags=(), frozen=(), scheduler="")
 TWICE = replace(PLAIN, iterations=(("backward", "step"), ("backward", "step")))
 
 
-def problems(count):
-    outcomes = {loop: run(loop) for loop in map(draw, range(count))}
+def problems(count, family=""):
+    outcomes = {loop: run(loop) for loop in (draw(seed, family) for seed in range(count))}
     return [
         f"{problem(loop, outcome)}: {outcome} {loop}" for loop, outcome in outcomes.items() if problem(loop, outcome)
     ]
@@ -22,6 +25,17 @@ def problems(count):
 
 def test_some_loops_are_equal_or_refused():
     assert problems(20) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_loops_of_each_family_are_equal_or_refused(family):
+    assert problems(2, family) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_loops_of_each_family_are_equal_or_refused(family):
+    assert problems(40, family) == []
 
 
 @pytest.mark.exhaustive
@@ -36,6 +50,24 @@ def test_a_loop_is_a_function_of_its_seed_and_loops_are_of_every_kind():
     assert {loop.scheduler for loop in loops} == {*SCHEDULERS}
     assert {flag for loop in loops for flag in loop.flags} == {*FLAGS, "find_unused_parameters"}
     assert len({act.partition(" ")[0] for loop in loops for act in sum(loop.iterations, ())}) == 18
+
+
+def test_loops_without_a_family_are_those_of_the_file_of_results():
+    lines = (Path(loop_module.__file__).parent / "before.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [str(draw(seed)) for seed in range(300)] == [json.loads(line)["loop"] for line in lines]
+
+
+def test_loops_of_a_family_do_one_thing_on_purpose_in_every_mode():
+    usual = {act.partition(" ")[0] for seed in range(300) for act in sum(draw(seed).iterations, ())}
+    found = {}
+    for family in FAMILIES:
+        loops = [draw(seed, family) for seed in range(40)]
+        assert loops == [draw(seed, family) for seed in range(40)]
+        assert {loop.mode for loop in loops} == {*MODES}
+        found[family] = {act.partition(" ")[0] for loop in loops for act in sum(loop.iterations, ())} - usual
+    own = {"attributes": {"mul"}, "grad data": {"grad"}, "closures": {"closure"}, "counters": {"resume"}}
+    own |= {"data": {"data", "clamp"}, "dicts": {"rate"}}
+    assert found == {family: own.get(family, set()) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("mode", MODES[2:])
@@ -53,3 +85,13 @@ def test_a_refusal_is_on_a_row_by_its_message_and_a_loop_that_must_be_refused_is
     assert problem(replace(TWICE, mode="no hook"), Outcome("equal")) == ""
     assert problem(replace(TWICE, mode="no hook"), Outcome("differs")) == "differs"
     assert problem(replace(TWICE, mode="no hook"), refused) == "refused, and on no row"
+
+
+def test_a_class_that_couples_tensors_and_another_tensor_in_a_parameters_place_must_be_refused_without_a_hook_too():
+    loop = replace(TWICE, mode="no hook", partition="whole")
+    assert problem(replace(loop, optimizer="ClipAll"), Outcome("equal")) == "not refused: a class that couples tensors"
+    assert problem(replace(loop, optimizer="ClipEach"), Outcome("equal")) == ""
+    typed = replace(loop, optimizer="ByType")
+    assert problem(typed, Outcome("equal")) == ""
+    for changed in (replace(typed, partition="split"), replace(typed, mode=MODES[3])):
+        assert problem(changed, Outcome("equal")).startswith("not refused: a type of parameter")
