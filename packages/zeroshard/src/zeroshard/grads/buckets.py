@@ -80,7 +80,7 @@ class Buckets:
             )
         # Before the first backward nobody knows what DistributedDataParallel reduces.
         for index in range(len(self._local.params), len(params)) if self.by_index else ():
-            if not getattr(params[index], "_ddp_ignored", False):
+            if not is_ignored_by_ddp(params[index]):
                 raise ValueError(
                     f"{label_in(layout.plan, index)} is added after the first backward with a communication hook, and "
                     f"DistributedDataParallel does not reduce it.\nBuild both with all parameters and "

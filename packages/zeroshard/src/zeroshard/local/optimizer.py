@@ -333,7 +333,7 @@ class LocalOptimizer:
         return build_optimizers(groups, classes, self._policy.coupled)
 
     def _add(self, built: Iterable[optim.Optimizer]) -> None:
-        """Add inner optimizers. Their ``state_dict()`` lists this rank's shards, as that of torch's class does."""
+        """Add inner optimizers. Their ``state_dict()`` lists this rank's shards, as in torch's class."""
         for inner in built:
             inner.register_state_dict_pre_hook(weakly(self._list_shards))
             inner.register_state_dict_post_hook(weakly(self._list_params))

@@ -35,7 +35,7 @@ class ShardState(defaultdict[Any, Any]):
         if tensor is None:
             raise KeyError(
                 f"a parameter of shape {tuple(key.shape)} that this rank does not own: optimizer.state has the entries "
-                f"of all parameters, and placeholders for those of other ranks"
+                f"of all parameters, and placeholders for other ranks' entries"
             )
         return super().__missing__(key) if tensor is key else self[tensor]
 
