@@ -664,7 +664,7 @@ def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(
     before, sent = [param.detach().clone() for param in model.parameters()], optimizer.traffic.total()
     with pytest.raises(
         RuntimeError,
-        match=r"tensor [23] 'halves\.1\.(weight|bias)' still has the gradient of the last step: call optimizer\.zero_grad",
+        match=r"tensor [23] 'halves\.1\.(weight|bias)' still has the gradient of the last step: call .*zero_grad",
     ):
         backward(3, (0, 2))
     assert optimizer.traffic.total() == sent
