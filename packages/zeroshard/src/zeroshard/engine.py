@@ -171,7 +171,8 @@ class Engine:
 
     def take_buckets(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> GradExchange:
         """Reduce gradients bucket by bucket from now on. All ranks pass the same ``names``. Collective."""
-        self.layouts.rename(names)
+        before = self.layouts.policy.names
+        self.layouts.use_names(names)
         weak = weakref.proxy(self)
         calls = StepCalls(
             look=lambda as_backward_begins: weak.stepper.look(as_backward_begins=as_backward_begins),
@@ -180,7 +181,13 @@ class Engine:
             edited_state=lambda: weak.debugging.edited_state() if weak.debugging is not None else "",
         )
         layout = self.layouts.layout
-        made = GradExchange(self.coordinator, self.guard, self.local, self.buffers, layout, calls, mode, norms=norms)
+        try:
+            made = GradExchange(
+                self.coordinator, self.guard, self.local, self.buffers, layout, calls, mode, norms=norms
+            )
+        except Exception:
+            self.layouts.use_names(before)
+            raise
         self.exchange = self.stepper.exchange = made
         self.layouts.buckets = made.buckets
         return made

@@ -114,7 +114,7 @@ class Layouts:
         if self.buckets is not None:
             self.buckets.lay_out(self.layout)
 
-    def rename(self, names: Mapping[torch.Tensor, str]) -> None:
+    def use_names(self, names: Mapping[torch.Tensor, str]) -> None:
         """Use the model's names for parameters that the user passed without names. They are equal on all ranks."""
         self.policy = replace(self.policy, names={p: names[p] for p in self._local.params if p in names})
         self.layout = renamed(self.policy, self.layout, self._local.groups)
