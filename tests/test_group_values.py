@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ddp_training import batch, register
@@ -208,7 +209,7 @@ class FirstInConstructor(optim.SGD):
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_class_that_needs_a_tensor_of_each_group_is_told_which_group_has_none(rank: int) -> None:
     model = small_model()
-    told = r"param group \d is empty on rank \d, because other ranks own its tensors"
+    told = r"param group \d is empty on rank \d: other ranks own its tensors"
     sharded = ZeroRedundancyOptimizer(group_each(model), First, lr=0.1)
     with pytest.raises(IndexError, match=told):
         train(model, sharded, range(1))
@@ -230,3 +231,30 @@ def test_an_index_error_of_another_cause_stays_as_it_is() -> None:
     model = small_model()
     with pytest.raises(IndexError, match=r"^list index out of range$"):
         train(model, ZeroRedundancyOptimizer(model.parameters(), Wrong, lr=0.1), range(1))
+
+
+class Warming(optim.SGD):
+    """Removes a key of its groups, and lets a tensor in them grow."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            if group["params"]:
+                group.pop("warm", None)
+                group["seen"] = torch.cat([group.get("seen", torch.zeros(0)), torch.ones(1)])
+                group["count"] = np.int64(len(group["seen"]))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_keys_that_go_tensors_that_grow_and_numbers_of_numpy() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    groups = [{"params": [param], "warm": True} for param in params]
+    sharded = ZeroRedundancyOptimizer(groups, Warming, lr=0.1, coupled="allow")
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        sharded.step()
+    for group in sharded.param_groups:
+        assert "warm" not in group
+        assert (len(group["seen"]), group["count"]) == (3, 3)

@@ -157,6 +157,7 @@ def leave_out_biases(module: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[:2])
 def test_sets_of_ids_of_whole_tensors(hook: str) -> None:
+    ById.left_out.clear()
     twins = Twins(hook, optimizer=ById, groups=leave_out_biases)
     for number in range(3):
         twins.iterate(number)
@@ -239,3 +240,72 @@ def test_the_inner_optimizers_state_is_read_by_parameter(rank: int, hook: str, p
             with pytest.raises(KeyError, match=r"does not own: optimizer\.state has the entries"):
                 optimizer.optim.state[param]
     assert len(optimizer.optim.state) == count == len(owned)
+
+
+class Counting(optim.SGD):
+    """Counts on the tensors themselves, and scales by what it has counted."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.count = getattr(param, "count", 0) + 1
+                    param.sub_(
+                        param.grad, alpha=group["lr"] * getattr(param, "mask", torch.ones(())).item() / param.count
+                    )
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", ["owner", "interleaved"])
+@PARTITIONS
+def test_attributes_that_a_class_writes_and_tensors_as_attributes(hook: str, partition: str) -> None:
+    twins = Twins(hook, optimizer=Counting, partition=partition)
+    for number in range(4):
+        for ddp, _ in twins.sides:
+            for param in ddp.parameters():
+                param.mask = torch.full((), 1.0 + number)  # type: ignore[attr-defined]
+        twins.iterate(number)
+    twins.check("with attributes that the class and the loop write")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_state_dict_that_raises_leaves_the_groups() -> None:
+    params = list(small_model().parameters())
+    optimizer = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, partition=cutting("split"))
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = optimizer.optim.register_state_dict_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.optim.state_dict()
+    handle.remove()
+    assert all(map(lambda one, other: one is other, optimizer.param_groups[0]["params"], params))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_method_sees_no_gradient_after_zero_grad() -> None:
+    twins = Twins("owner", optimizer=Curved, groups=lambda module: list(module.parameters()))
+    twins.backward(twins.ddp, 0)
+    twins.optimizer.zero_grad()
+    assert twins.optimizer.optim.update_hessian() == 0
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_inner_optimizers_state_is_written_by_parameter(rank: int) -> None:
+    params = [nn.Parameter(torch.ones(512, 64)) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, momentum=0.9, partition=cutting("split"))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    inner, shard = optimizer.optim.state, optimizer._engine.local.shards[0]
+    inner[params[0]] = {"momentum_buffer": torch.zeros_like(shard.tensor)}
+    assert params[0] in inner
+    assert len(inner) == 2
+    assert optimizer.state[params[0]]["momentum_buffer"].sum() == 0

@@ -184,6 +184,7 @@ class Stepper:
     def _update(self, arguments: Mapping[str, Any], *, by_bucket: bool) -> Any:  # noqa: ANN401 - as the inner step
         """Update the shards that backward has not updated. Return the result of the inner step."""
         if self.exchange is not None and by_bucket and self.local.may_step_in_parts:
+            self.local.copy_attributes()
             return self.exchange.step_rest(arguments)
         if self.exchange is not None:
             self.exchange.table.use()

@@ -117,6 +117,7 @@ class Buckets:
     @contextmanager
     def bound_gradients(self) -> Iterator[None]:
         """Set the gradients of this rank's shards to the reduced ones, in the block."""
+        self._table.refresh()
         params = [param for state in self.arrived for param in state.owned_params]
         before = [param.grad for param in params]
         try:

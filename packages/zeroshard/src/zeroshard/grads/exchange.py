@@ -370,6 +370,7 @@ class GradExchange:
 
     def _decide_early_steps(self) -> None:
         """Decide whether buckets are stepped early: only if nothing has changed on any rank. Collective."""
+        self._local.copy_attributes()
         seen = self._calls.look(True)
         is_alike = seen.error is None and not seen.is_new
         may_step = is_alike and self.uses_all and self._local.may_step_in_parts

@@ -266,7 +266,7 @@ def _foreach_norm(
     gradients: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     return [
-        _norm(gradient, order, dtype=dtype)
+        _norm(gradient, order, dtype=dtype).clone()
         if isinstance(gradient, GradPlaceholder)
         else torch.linalg.vector_norm(gradient, order, dtype=dtype)
         for gradient in gradients

@@ -11,20 +11,30 @@ from typing import Any
 
 from torch import optim
 
+Context = Callable[[], AbstractContextManager[None]]
 
-def show_shards_to_methods(inner: optim.Optimizer, shown: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make the public methods that the class of ``inner`` adds to torch's run within ``shown()``, a bound method."""
-    kind, context = type(inner), weakref.WeakMethod(shown)
+
+def show_shards_to_methods(inner: optim.Optimizer, exchanged: Context, shown: Context) -> set[str]:
+    """Make methods of an optimizer run within a context, a bound method of another object. Return their names.
+
+    ``state_dict()`` runs within ``exchanged``, because scripts for torch's class save this rank's shards by it; public
+    methods that the class adds to torch's within ``shown``. Generators are left alone: their bodies run later.
+    """
+    kind, names = type(inner), {"state_dict"}
+    vars(inner)["state_dict"] = _within(weakref.WeakMethod(exchanged), weakref.ref(inner), kind.state_dict)
     for name in dir(kind):
         method = inspect.getattr_static(kind, name)
-        if isinstance(method, FunctionType) and not name.startswith("_") and not hasattr(optim.Optimizer, name):
-            setattr(inner, name, _within(context, weakref.ref(inner), method))
+        is_added = not name.startswith("_") and not hasattr(optim.Optimizer, name)
+        if is_added and isinstance(method, FunctionType) and not inspect.isgeneratorfunction(inspect.unwrap(method)):
+            vars(inner)[name] = _within(weakref.WeakMethod(shown), weakref.ref(inner), method)
+            names.add(name)
+    return names
 
 
 def _within(
-    context: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]],
+    context: weakref.WeakMethod[Context],
     reference: weakref.ref[optim.Optimizer],
-    method: FunctionType,
+    method: Callable[..., Any],
 ) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - of any method
         inner, shown = reference(), context()
@@ -34,15 +44,3 @@ def _within(
             return method(inner, *arguments, **keywords)
 
     return call
-
-
-def weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method of an object that it does not keep alive."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*_: object) -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return hook

@@ -16,7 +16,7 @@ from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.local.build import build_optimizers
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
-from zeroshard.local.methods import show_shards_to_methods, weakly
+from zeroshard.local.methods import show_shards_to_methods
 from zeroshard.local.one_loss import with_one_loss
 from zeroshard.local.shard import LocalShard, check_exact, gradient_of
 from zeroshard.local.shard_state import ShardState
@@ -57,6 +57,8 @@ class LocalOptimizer:
         self._is_detached, self._depth = False, 0
         self.hook_gradients: Callable[[], AbstractContextManager[None]] | None = None
         self._checked: list[int] = []
+        self.shown_methods: set[str] = set()
+        self._copied: dict[torch.Tensor, dict[str, Any]] = {}
         self.use(groups, plan)
         self.members: list[optim.Optimizer] = []
         self.classes, self.assignment = policy.classes, assign(policy.classes)
@@ -77,26 +79,21 @@ class LocalOptimizer:
     @contextmanager
     def exchanged(self) -> Iterator[None]:
         """Let the param groups list this rank's shards in place of parameters, in the block."""
-        self._list_shards()
+        pairs = [*zip(self.groups, self.local_groups, strict=True)]
+        public = [{key: group[key] for key in MEMBERS if key in group} for group in self.groups]
+        self._depth += 1
         try:
+            if self._depth == 1:
+                for group, own in pairs:
+                    group.update(own)
             yield
         except IndexError as error:
             explain_index_error(error, self.plan, self._rank)
         finally:
-            self._list_params()
-
-    def _list_shards(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._public = [{key: group[key] for key in MEMBERS if key in group} for group in self.groups]
-            for group, own in zip(self.groups, self.local_groups, strict=True):
-                group.update(own)
-
-    def _list_params(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            for group, own in zip(self.groups, self._public, strict=True):
-                group.update(own)
+            self._depth -= 1
+            if not self._depth:
+                for (group, _), members in zip(pairs, public, strict=True):
+                    group.update(members)
 
     def use_groups(self) -> None:
         """Give the inner optimizers the public groups, some of which the user may have put in place of others."""
@@ -155,8 +152,8 @@ class LocalOptimizer:
         return {**(own or {}), **extra} if extra else own
 
     def _stepped_for(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor that is stepped for a parameter, or is stepped itself; None if this rank owns none."""
-        return self._stepped.get(param)
+        """Return the tensor that is stepped for a parameter; None if this rank owns none of it; other tensors."""
+        return self._stepped.get(param, None if param in self._others else param)
 
     @property
     def states(self) -> list[MutableMapping[Any, Any]]:
@@ -279,12 +276,19 @@ class LocalOptimizer:
             yield
 
     def copy_attributes(self) -> None:
-        """Give detached shards the attributes of their parameters, which a class may read."""
+        """Give detached shards the attributes that their parameters have got since the last call.
+
+        A class may read them, and write others to the shards. Call it in the thread that trains.
+        """
         for shard in self._detached:
-            attributes = vars(shard.tensor)
-            if attributes != vars(shard.param):
-                attributes.clear()
-                attributes.update(vars(shard.param))
+            attributes, own = vars(shard.param), vars(shard.tensor)
+            before = self._copied[shard.tensor]
+            if not attributes and not before:
+                continue
+            for key in before.keys() - attributes.keys():
+                own.pop(key, None)
+            own.update({key: value for key, value in attributes.items() if before.get(key, self) is not value})
+            self._copied[shard.tensor] = dict(attributes)
 
     def _bound_gradients(self) -> AbstractContextManager[None]:
         return bound_gradients(self._detached) if self.hook_gradients is None else self.hook_gradients()
@@ -335,10 +339,7 @@ class LocalOptimizer:
     def _add(self, built: Iterable[optim.Optimizer]) -> None:
         """Add inner optimizers. Their ``state_dict()`` lists this rank's shards, as in torch's class."""
         for inner in built:
-            inner.register_state_dict_pre_hook(weakly(self._list_shards))
-            inner.register_state_dict_post_hook(weakly(self._list_params))
-            if not may_step_in_parts(inner):
-                show_shards_to_methods(inner, self.shown)
+            self.shown_methods |= show_shards_to_methods(inner, self.exchanged, self.shown)
             self.members.append(inner)
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
@@ -361,7 +362,9 @@ class LocalOptimizer:
         self.local_groups = [_membership(*each) for each in zip(self.groups, members, strict=True)]
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
+        self._copied = {shard.tensor: self._copied.get(shard.tensor, {}) for shard in self._detached}
         self._stepped = {tensor: s.tensor for s in self.shards.values() for tensor in (s.tensor, s.param)}
+        self._others = {*self.params} - self._stepped.keys()
         self.extra.rebuild([*self.shards.values()])
 
 

@@ -31,12 +31,13 @@ class PartialStepper:
         """Step the shards that have a gradient, with the hyperparameters that the param groups have now."""
         local = self._local
         for number, copied in self._copies.items():
-            vars(copied).update(vars(local.members[number]))
+            attributes = vars(local.members[number]).items()
+            # Methods that show shards belong to the inner optimizer, and not to a copy.
+            vars(copied).update({key: value for key, value in attributes if key not in local.shown_methods})
             own = [(public, narrowed) for public, narrowed in self._groups if local.assignment[public] == number]
             copied.param_groups = [{**local.groups[public], **narrowed} for public, narrowed in own]
         if not self._copies:
             return
-        local.copy_attributes()
         # Grad mode is per thread: the worker thread would record a graph.
         with torch.no_grad(), local.keeping_extra(self._shards):
             for number, copied in self._copies.items():

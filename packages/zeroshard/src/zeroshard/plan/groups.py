@@ -64,8 +64,9 @@ def hyperparameters_of(group: Mapping[str, Any]) -> ParamGroup:
 
 def set_hyperparameter(group: ParamGroup, key: str, value: object) -> None:
     """Set a hyperparameter; a tensor is written in place, because the loop may hold it."""
-    if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-        value = group[key].copy_(value)
+    present = group.get(key)
+    if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) and present.shape == value.shape:
+        value = present.copy_(value)
     group[key] = value
 
 

@@ -185,8 +185,9 @@ def explain_index_error(error: IndexError, plan: Plan, rank: int) -> NoReturn:
     if not empty:
         raise error
     raise IndexError(
-        f"{error}: param group {empty[0]} is empty on rank {rank}, because other ranks own its tensors. A class that "
-        f"indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use fewer ranks"
+        f"{error}: perhaps because param group {empty[0]} is empty on rank {rank}: other ranks own its tensors. A "
+        f"class that indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use "
+        f"fewer ranks"
     ) from error
 
 

@@ -61,26 +61,34 @@ class GroupValues:
         if is_shared:
             texts = all_gather_text(self._coordinator, texts[0], "the values of param groups after step()")
         states, values = zip(*map(json.loads, texts), strict=True)
-        arrived = defaultdict[int, dict[str, str]](dict)
+        arrived = defaultdict[int, dict[str, str | None]](dict)
         for number, key, text in [item for of_rank in values for item in of_rank]:
             arrived[number][key] = text
         written, self._before = self._before, {}
         for number, before in written.items():
             group, new = self._local.groups[number], arrived[number]
             # A value that cannot be sent stays as this rank's class has written it.
-            kept = {key: group[key] for key, text in new.items() if not text and key in group}
+            kept = {key: group[key] for key, text in new.items() if text == "" and key in group}
             group.clear()
             group.update({**before, **kept})
             for key, text in new.items():
-                if text:
+                if text is None:
+                    group.pop(key, None)
+                elif text:
                     set_hyperparameter(group, key, _read(text, self._local.params[0].device))
         return any(states)
 
-    def _describe(self, number: int, key: str) -> str:
-        """Write a value as text, without binary data; return ``""`` if it cannot be sent."""
+    def _describe(self, number: int, key: str) -> str | None:
+        """Write a value as text, without binary data; return ``""`` if it cannot be sent, None if it was removed."""
         tensors: list[torch.Tensor] = []
+        if key not in self._local.groups[number]:
+            return None
+        value = self._local.groups[number][key]
+        if hasattr(value, "tolist") and not isinstance(value, torch.Tensor):
+            # NumPy's scalars and arrays are numbers and lists.
+            value = value.tolist()
         with suppress(StateMapError, TypeError):
-            described = write_value(self._local.groups[number][key], tensors, key)
+            described = write_value(value, tensors, key)
             return json.dumps([described, [tensor.tolist() for tensor in tensors]])
         return ""
 
