@@ -105,7 +105,7 @@ class Coordinator:
 
     @property
     def channel(self) -> RankGroup:
-        """The group on which messages are sent now. It must not be used if :attr:`is_single_rank`."""
+        """The group on which messages are sent now. It must not be used if ``is_single_rank``."""
         connections = self.ranks.context.connections
         return self._first if connections is None else connections.channel
 
