@@ -147,7 +147,8 @@ class CollectiveReducer(GradientReducer):
         )
         staging = ranks.context.shared(Staging)
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
-        self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
+        self._owned: torch.Tensor | None = None
+        """This rank's row of the matrix, from :meth:`begin` until :meth:`release`."""
         self._whole = [runs[index] for index in self.matrix.outside]
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
@@ -160,11 +161,15 @@ class CollectiveReducer(GradientReducer):
         column = self.matrix.columns[number] if self._runs else None
         if column is None:
             return buffer[start:stop]
+        assert self._owned is not None
         place = column + start - self._runs[number].start
         return self._owned[place : place + stop - start]
 
     def release(self) -> None:
-        """Drop references to the memory of the last bucket."""
+        """Free this rank's row of the matrix, and drop references to the memory of the last bucket."""
+        if self._owned is not None:
+            _keep(self._owned)
+            self._owned = None
         self._places.clear()
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
@@ -172,6 +177,8 @@ class CollectiveReducer(GradientReducer):
         unfinished: list[Callable[[], None]] = []
         if self._runs:
             group, op = self.ranks.group, self._op
+            if self._owned is None:
+                self._owned = torch.empty(self.matrix.width, dtype=self._dtype, device=self._device)
             _keep(self._owned)
             if not self._averages:
                 buffer.div_(self.ranks.world_size)

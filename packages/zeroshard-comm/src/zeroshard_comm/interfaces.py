@@ -49,7 +49,10 @@ class Segment:
 
 
 class BucketReduceWork(ABC):
-    """One reduction of a bucket to its owners. It may use the bucket until :meth:`close` returns.
+    """One reduction of a bucket to its owners.
+
+    The bucket may be written to, or freed, when :meth:`close` has returned and, where peers read it in place, this rank
+    has since finished a later reduction, or all ranks have agreed. Earlier, peers would get other values, unnoticed.
 
     Both methods raise :class:`PeerLostError` if a rank is gone.
     """
@@ -62,7 +65,7 @@ class BucketReduceWork(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - some have sent everything when `finish` returns
-        """Wait until this rank's values have been sent. All ranks must agree once more before they write to buckets."""
+        """Wait until this rank's values have been sent. Call it after :meth:`finish`."""
 
 
 class GradientReducer(ABC):
@@ -80,7 +83,7 @@ class GradientReducer(ABC):
         return buffer[start:stop]
 
     def release(self) -> None:  # noqa: B027 - some keep no references
-        """Drop references to the memory of the last bucket."""
+        """Drop references to the memory of the last bucket, and to what :meth:`owned` has returned."""
 
     def expect(self) -> None:  # noqa: B027 - some have nothing to prepare
         """Prepare for the next :meth:`begin`, before there are values to send. Call it once for each, in order."""

@@ -38,6 +38,8 @@ class Transport:
         broadcaster: makes the broadcaster of segments; called only if ``broadcasts_buckets``.
         tags: offset of the tags of its messages, which must be the same on all ranks; 0 if it sends no messages.
         uses_thread: whether another thread finishes reductions. If not, all ranks do everything in one order.
+        is_read_by_peers: whether other ranks read a bucket in place. Its memory may then be used again only when this
+            rank has finished a later reduction, or all ranks have agreed; see :meth:`BucketReduceWork.close`.
         broadcasts_buckets: whether each bucket's parameters are sent separately. If not, all are sent together.
     """
 
@@ -45,6 +47,7 @@ class Transport:
     broadcaster: Callable[[Sequence[Segment]], ParameterBroadcaster]
     tags: int = 0
     uses_thread: bool = False
+    is_read_by_peers: bool = False
     broadcasts_buckets: bool = True
 
 
@@ -66,6 +69,7 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
         return Transport(
             lambda runs, bucket: SameHostReducer(coordinator, runs, bucket.dtype, scratch),
             lambda segments: SameHostBroadcaster(coordinator, segments),
+            is_read_by_peers=True,
             broadcasts_buckets=False,
         )
     if not ranks.sends_tagged(device):

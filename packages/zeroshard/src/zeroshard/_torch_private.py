@@ -7,6 +7,8 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +20,14 @@ TESTED_WITH = "2.15"
 USED: Mapping[str, str] = {
     "torch._foreach_mul_": "one call for many gradients, where a loop costs a call for each",
     "torch._foreach_copy_": "the same",
+    "torch._foreach_add_": "the same",
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
-    "torch._C._current_graph_task_id": "whether this thread is in a backward",
+    "torch._C._current_graph_task_id": "whether this thread is in a backward, and in which",
+    "torch._C._current_autograd_node": "whether a backward that ends is nested in another one",
+    "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward",
+    "torch._C._storage_Use_Count": "whether the memory of a gradient has another user than its tensor",
+    "torch.distributed._broadcast_coalesced": "buffers in as few broadcasts as DistributedDataParallel makes",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "whether a model is called in one",
     "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
     "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
@@ -46,6 +54,7 @@ check_names("zeroshard", USED, TESTED_WITH)
 
 F = TypeVar("F", bound=Callable[..., Any])
 foreach_copy_ = torch._foreach_copy_
+foreach_add_ = torch._foreach_add_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_devices: Callable[[], list[str]] = _foreach_utils._get_foreach_kernels_supported_devices
@@ -53,6 +62,11 @@ disable_dynamo: Callable[[F], F] = vars(torch)["_disable_dynamo"]
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 step_pre_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_post_hooks")
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+broadcast_coalesced: Callable[[dist.ProcessGroup, list[torch.Tensor], int, int], None] = vars(dist)[
+    "_broadcast_coalesced"
+]
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 without_torch_function = torch._C._disabled_torch_function_impl
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
@@ -73,6 +87,22 @@ DispatchMode = TorchDispatchMode
 def in_autograd() -> bool:
     """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_nested_task() -> bool:
+    """Return True in a callback at the end of a backward if that was called within another backward."""
+    return torch._C._current_autograd_node() is not None
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """Return the number of users of a tensor's storage; this function's own view of it is one."""
+    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return found
+
+
+def is_in_ddp() -> bool:
+    """Return True if DistributedDataParallel is calling its model now."""
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 def is_ignored_by_ddp(param: torch.Tensor) -> bool:

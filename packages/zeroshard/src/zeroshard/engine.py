@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from zeroshard_comm import Coordinator, Position, RankGroup, agreed
@@ -15,7 +15,9 @@ from zeroshard.changes import Changes
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import StepChecks
 from zeroshard.debug.describe import OptimizerDescription, describe
-from zeroshard.grads.exchange import GradExchange, StepCalls, StepMode
+from zeroshard.grads.exchange import GradExchange, StepCalls
+from zeroshard.grads.sharded import ShardedGradients, ShardingSettings
+from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.guard import Guard
 from zeroshard.join import Call, JoinState
 from zeroshard.layouts import Layouts
@@ -58,7 +60,7 @@ class Engine:
         join: announces calls inside Join.
         debugging: logs or checks every step; None if debugging is off.
         stepper: makes steps.
-        exchange: reduces gradients bucket by bucket; None until a communication hook is registered, or first called.
+        exchange: reduces gradients during backward; None if :meth:`take_buckets` or :meth:`shard` was not called.
 
     Raises:
         Exception: an error of any rank in reading or planning, on every rank.
@@ -74,7 +76,8 @@ class Engine:
     ) -> None:
         self.coordinator = coordinator = Coordinator(ranks)
         self.guard = Guard(coordinator)
-        self.exchange: GradExchange | None = None
+        self.exchange: GradSource | None = None
+        self._for_hooks: GradExchange | None = None
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             groups, classes = read()
             if not coordinator.is_single_rank:
@@ -126,7 +129,7 @@ class Engine:
 
     def describe(self) -> OptimizerDescription:
         """Return a description of the optimizer as it is now. Not collective."""
-        buckets = list(self.exchange.buckets.by_index.values()) if self.exchange is not None else []
+        buckets = list(self.exchange.states) if self.exchange is not None else []
         layouts = self.layouts
         return describe(self.coordinator, layouts.policy, layouts.layout, self.local, self.metadata, buckets)
 
@@ -170,9 +173,11 @@ class Engine:
         return call
 
     def take_buckets(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> GradExchange:
-        """Reduce gradients bucket by bucket from now on. All ranks pass the same ``names``. Collective."""
-        before = self.layouts.policy.names
-        self.layouts.use_names(names)
+        """Reduce gradients bucket by bucket from now on. Collective for the first time, with the same ``names``."""
+        if self.exchange is not None:
+            self.exchange.check_hook(mode)
+        if self._for_hooks is not None:
+            return self._for_hooks
         weak = weakref.proxy(self)
         calls = StepCalls(
             look=lambda as_backward_begins: weak.stepper.look(as_backward_begins=as_backward_begins),
@@ -180,17 +185,45 @@ class Engine:
             has_new_hyperparameters=lambda: bool(weak.changes.in_hyperparameters()),
             edited_state=lambda: weak.debugging.edited_state() if weak.debugging is not None else "",
         )
-        layout = self.layouts.layout
-        try:
+        with self._reducing(names):
+            layout = self.layouts.layout
             made = GradExchange(
                 self.coordinator, self.guard, self.local, self.buffers, layout, calls, mode, norms=norms
             )
+            self._use_source(made)
+        self._for_hooks = made
+        return made
+
+    def shard(
+        self, names: Mapping[torch.Tensor, str], order: Callable[[], Sequence[int]], settings: ShardingSettings
+    ) -> ShardedGradients:
+        """Keep only this rank's parts of gradients from now on. Collective.
+
+        ``order`` returns the tensors in the order in which they are sent at first, after it has checked the arguments.
+        """
+        with self._reducing(names):
+            made = ShardedGradients(self.coordinator, self.guard, self.local, self.layouts.layout, order, settings)
+            self._use_source(made)
+        return made
+
+    @contextmanager
+    def _reducing(self, names: Mapping[torch.Tensor, str]) -> Iterator[None]:
+        """Use the model's names in a block that makes a source of gradients, and undo that if it raises."""
+        before = self.layouts.policy.names
+        self.layouts.use_names(names)
+        try:
+            yield
         except Exception:
             self.layouts.use_names(before)
             raise
-        self.exchange = self.stepper.exchange = made
-        self.layouts.buckets = made.buckets
-        return made
+
+    def _use_source(self, source: GradSource | None) -> None:
+        self.exchange = self.stepper.exchange = self.layouts.source = source
+
+    def drop_source(self) -> None:
+        """Reduce no gradients during backward from now on."""
+        self._use_source(None)
+        self.local.hook_gradients = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters so that their norm is at most ``max_norm``."""

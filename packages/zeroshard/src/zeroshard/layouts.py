@@ -12,7 +12,7 @@ from zeroshard_comm import Coordinator, agreed
 from zeroshard_core import Plan
 
 from zeroshard.changes import Changes
-from zeroshard.grads.buckets import Buckets, settings_of_ignored
+from zeroshard.grads.source import GradSource
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBuffers
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 class Layouts:
     """Holds the layout in use, and the policy that computes it. All ranks agree on another one before :meth:`adopt`.
 
-    ``buckets`` are the buckets of a communication hook, which follow the layout; None without one.
+    ``source`` reduces gradients during backward, and follows the layout; None without one.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Layouts:
     ) -> None:
         self._coordinator, self._guard, self.policy, self.layout = coordinator, guard, policy, layout
         self._local, self._buffers, self._changes = local, buffers, changes
-        self.buckets: Buckets | None = None
+        self.source: GradSource | None = None
         self._lay_out()
 
     def update(self) -> Layout:
@@ -70,8 +70,8 @@ class Layouts:
                 moved = self._changes.moved()
         if moved or active_mask(params) != layout.active:
             layout = next_layout(self.policy, layout, groups)
-            if self.buckets is not None:
-                self.buckets.check_layout(params, layout)
+            if self.source is not None:
+                self.source.check_layout(params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Even before ranks agree, because values must arrive where parameters are now.
                 self._lay_out()
@@ -111,8 +111,8 @@ class Layouts:
         self._changes.record_layout(self.layout.active)
         self._local.rebind()
         self._local.masters.refresh()
-        if self.buckets is not None:
-            self.buckets.lay_out(self.layout)
+        if self.source is not None:
+            self.source.lay_out(self.layout)
 
     def use_names(self, names: Mapping[torch.Tensor, str]) -> None:
         """Use the model's names for parameters that the user passed without names. They are equal on all ranks."""
@@ -138,10 +138,10 @@ class Layouts:
                 defaults = local.dry_run(layout.plan, policy.classes)
                 added = [{**defaults, **group} for group in local.groups[before:]]
                 settings: dict[str, Any] = {**settings_of(added, first=before)}
-                if self.buckets is not None:
+                if self.source is not None:
                     params = parameters_of(local.groups)
-                    self.buckets.check_layout(params, layout)
-                    settings |= settings_of_ignored(params, layout, first=len(local.params))
+                    self.source.check_layout(params, layout)
+                    settings |= self.source.settings(params, layout, len(local.params))
                 proposal.set(with_settings(layout, settings))
         except BaseException:
             del local.groups[before:]

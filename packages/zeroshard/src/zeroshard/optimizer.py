@@ -24,7 +24,8 @@ from zeroshard_core import Cost, Level, Plan, Strategy
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.debug.describe import OptimizerDescription
 from zeroshard.engine import Engine
-from zeroshard.grads.exchange import GradExchange, StepMode
+from zeroshard.grads.exchange import GradExchange
+from zeroshard.grads.source import StepMode
 from zeroshard.join import JoinState
 from zeroshard.local.optimizer import Closure
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable, name_of
@@ -147,6 +148,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._state_view = StateView(self._engine.local, self._engine.metadata)
         self.defaults = self._engine.local.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None, or to zero, and free the memory that sharded gradients have."""
+        super().zero_grad(set_to_none)
+        if self._engine.exchange is not None:
+            self._engine.exchange.release()
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and broadcast the new values. Collective.
@@ -506,13 +513,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or "
                 "register reduce_to_owner_hook, which leaves stepping to step()"
             )
-        exchange = self._engine.exchange
-        if exchange is not None and exchange.mode is not mode:
-            raise ValueError(
-                f"a communication hook steps this optimizer {exchange.mode.value!r} already, and cannot step it "
-                f"{mode.value!r} too; build a new optimizer for another hook"
-            )
-        return exchange or self._engine.take_buckets(mode, names, norms=norms)
+        return self._engine.take_buckets(mode, names, norms=norms)
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:

@@ -18,7 +18,7 @@ from zeroshard_comm import Coordinator, DifferentCallsError, PeerLostError, chec
 
 from zeroshard.changes import Changes, Seen
 from zeroshard.debug.checks import StepChecks
-from zeroshard.grads.exchange import GradExchange
+from zeroshard.grads.source import GradSource
 from zeroshard.guard import Guard
 from zeroshard.join import Call, JoinState
 from zeroshard.layouts import Layouts
@@ -32,7 +32,7 @@ from zeroshard.state.metadata import StateMetadata
 
 @dataclass(eq=False)
 class Stepper:
-    """Makes the steps of one optimizer. The engine sets ``exchange`` when a communication hook is registered."""
+    """Makes the steps of one optimizer. The engine sets ``exchange``, which reduces gradients during backward."""
 
     coordinator: Coordinator
     guard: Guard
@@ -47,7 +47,7 @@ class Stepper:
     init_state: Callable[[], None]
     """Makes the state of all ranks. Collective."""
     describe: Callable[[], str]
-    exchange: GradExchange | None = None
+    exchange: GradSource | None = None
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made. Collective."""
@@ -154,7 +154,7 @@ class Stepper:
         self.changes.record_hyperparameters()
         if self.debugging is not None:
             is_early = self.exchange is not None and self.exchange.early_steps is not None
-            buckets = self.exchange.buckets.by_index.values() if self.exchange is not None else []
+            buckets = self.exchange.states if self.exchange is not None else []
             self.debugging.compare_params(self.layouts.layout.active, keeps_state=is_early)
             self.debugging.log([state.tensors for state in buckets], self.describe)
         return result

@@ -9,7 +9,7 @@ import torch
 from zeroshard_comm import KINDS, Coordinator, Volume
 
 from zeroshard.byte_units import format_bytes
-from zeroshard.grads.bucket import BucketState
+from zeroshard.grads.owned import OwnedGradients
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.group_classes import GroupClass, names_of
 from zeroshard.plan.groups import ParamGroup
@@ -129,7 +129,7 @@ def describe(
     layout: Layout,
     local: LocalOptimizer,
     metadata: StateMetadata,
-    states: Iterable[BucketState],
+    states: Iterable[OwnedGradients],
 ) -> OptimizerDescription:
     """Describe an optimizer, and the buckets of its communication hook, if it has one, as they are now."""
     plan, ranks = layout.plan, coordinator.ranks

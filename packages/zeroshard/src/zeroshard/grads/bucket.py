@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 
 import torch
 from torch.profiler import record_function
 from zeroshard_comm import Transport
-from zeroshard_core import Plan, Run
+from zeroshard_core import Plan
 
+from zeroshard.grads.owned import OwnedGradients, runs_of
 from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
 from zeroshard.local.partial_step import PartialStepper
-from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import label_in
-
-_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Bucket:
         return [int(gradient.storage_offset()) - start for gradient in self.gradients]
 
 
-class BucketState:
+class BucketState(OwnedGradients):
     """Holds which ranges of a bucket each rank owns, and the buffer of the last backward.
 
     Owners never change; call :meth:`lay_out` before anything else, and when this rank's shards have changed. The table
@@ -59,11 +57,8 @@ class BucketState:
     """
 
     def __init__(self, bucket: Bucket, tensors: Sequence[int], plan: Plan, transport: Transport) -> None:
-        self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
-        self.offsets, self.length = bucket.offsets, bucket.buffer.numel()
-        self.reducer = transport.reducer(_runs(plan, self.tensors, self.offsets), bucket.buffer)
-        self._strides = [param.stride() for param in bucket.params]
-        self._owned: dict[int, LocalShard] = {}
+        super().__init__(bucket.index, tensors, bucket.params, bucket.offsets, bucket.buffer.numel())
+        self.reducer = transport.reducer(runs_of(plan, self.tensors, self.offsets), bucket.buffer)
         self._views: dict[int, torch.Tensor] = {}
         # The last result of `gradients`, with its argument.
         self._bound: tuple[tuple[bool, ...], list[torch.Tensor | None]] | None = None
@@ -92,10 +87,9 @@ class BucketState:
         self.buffer, self._bound, self._views = None, None, {}
         self.reducer.release()
         for shard in self._owned.values():
-            if shard.is_detached:
-                shard.tensor.grad = None
+            shard.unset_grad()
 
-    def lay_out(self, plan: Plan, local: LocalOptimizer, broadcast: ParamBroadcast) -> None:
+    def lay_out_with(self, plan: Plan, local: LocalOptimizer, broadcast: ParamBroadcast) -> None:
         """Use the shards of a new layout. Raise a ValueError if a cut parameter has changed its memory format."""
         for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
             if param.stride() != stride and plan.is_cut(index):
@@ -103,32 +97,22 @@ class BucketState:
                     f"{label_in(plan, index)} is cut and has changed its memory format, and its gradients have the old "
                     f"one: convert the model before DistributedDataParallel and the optimizer are built"
                 )
-        self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
-        self.owned_tensors = [shard.tensor for shard in self._owned.values()]
-        self.owned_params = [shard.param for shard in self._owned.values() if not shard.is_detached]
+        self.lay_out(local)
         self._partial = PartialStepper(local, list(self._owned.values()))
         self.broadcast = broadcast
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
         """Return the views of the bucket that this rank owns, by tensor; makes them once for each buffer."""
         if self.buffer is not None and not self._views:
-            self._views = self._owned_views(partial(self.reducer.owned, self.buffer))
+            self._views = self._views_in(partial(self.reducer.owned, self.buffer))
         return self._views
-
-    def _owned_views(self, range_of: Callable[[int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
-        views = {}
-        for place, shard in self._owned.items():
-            start, flat = self.offsets[place], shard.shard.flat
-            owned = range_of(start + flat.start, start + flat.stop)
-            views[self.tensors[place]] = gradient_view(owned, 0, shard.tensor.shape, self._strides[place])
-        return views
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
         """Copy in values that another communication hook has reduced. Raises ValueError if their number differs."""
         if reduced.numel() != self.length:
             raise ValueError(f"the inner hook has returned {reduced.numel()} elements for a bucket of {self.length}")
         keep(reduced)
-        sources = self._owned_views(lambda start, stop: reduced.view(-1)[start:stop])
+        sources = self._views_in(lambda start, stop: reduced.view(-1)[start:stop])
         for tensor, target in self.owned_gradients().items():
             if sources[tensor].data_ptr() != target.data_ptr():
                 target.copy_(sources[tensor])
@@ -142,14 +126,6 @@ class BucketState:
             gradients = [owned[self.tensors[place]] if steppable[place] else None for place in self._owned]
             self._bound = steppable, gradients
         return self._bound[1]
-
-    def set_grads(self, steppable: tuple[bool, ...]) -> None:
-        """Set ``.grad`` of this rank's shards to :meth:`gradients`."""
-        gradients = self.gradients(steppable)
-        # Optimizers and users may have replaced them since.
-        if not all(map(is_, map(_grad_of, self.owned_tensors), gradients)):
-            for shard, gradient in zip(self._owned.values(), gradients, strict=True):
-                shard.tensor.grad = shard.converted(gradient) if shard.is_master else gradient
 
     def step(self, steppable: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
         """Step this rank's shards, or raise the error of their step during backward. No-op if that has succeeded."""
@@ -193,24 +169,3 @@ class Rest:
         """Step this rank's shards."""
         with bound_gradients(self.detached):
             self._partial.step(arguments)
-
-
-def _runs(plan: Plan, tensors: Sequence[int], offsets: Sequence[int]) -> list[Run]:
-    """Return the ranges of a bucket by owner, with adjacent ranges of one owner merged."""
-    runs: list[Run] = []
-    for offset, index in sorted(zip(offsets, tensors, strict=True)):
-        is_part = plan.is_cut(index)
-        for shard in plan.of_tensor(index):
-            start, stop = offset + shard.flat.start, offset + shard.flat.stop
-            if start == stop:
-                continue
-            if runs and runs[-1].rank == shard.rank and runs[-1].stop == start:
-                before = runs.pop()
-                start, is_part = before.start, before.is_part or is_part
-            runs.append(Run(shard.rank, start, stop, is_part))
-    return runs
-
-
-def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Return the view of a gradient, or a part, by its parameter's strides: DDP's own views are in row-major order."""
-    return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)

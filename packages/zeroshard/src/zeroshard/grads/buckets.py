@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -15,10 +13,11 @@ from zeroshard_core import Plan
 
 from zeroshard._torch_private import is_ignored_by_ddp
 from zeroshard.debug.checks import digest_of
-from zeroshard.grads.bucket import Bucket, BucketState, Rest, gradient_view
+from zeroshard.grads.bucket import Bucket, BucketState, Rest
+from zeroshard.grads.owned import common_device, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.grads.table import GradTable
-from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
+from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, label_in, with_settings
 
@@ -58,9 +57,6 @@ class Buckets:
         self._alike = 0
         if is_interleaved:
             local.detach_shards()
-        # Weak, because this object refers to the local optimizer.
-        bound = weakref.WeakMethod(self.bound_gradients)
-        local.hook_gradients = lambda: found() if (found := bound()) is not None else nullcontext()
         self.lay_out(layout)
 
     def lay_out(self, layout: Layout) -> None:
@@ -68,7 +64,7 @@ class Buckets:
         self._layout = layout
         self._table.rebuild(self._local.params, layout.plan)
         for state in self.by_index.values():
-            state.lay_out(layout.plan, self._local, self._broadcast_of(state.tensors))
+            state.lay_out_with(layout.plan, self._local, self._broadcast_of(state.tensors))
         self._lay_out_rest()
 
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -113,21 +109,6 @@ class Buckets:
                 f"{label_in(self._layout.plan, tensor)} has a gradient, but DistributedDataParallel does not reduce "
                 f"it, so that it differs on every rank. Wrap the model again, and build a new optimizer"
             )
-
-    @contextmanager
-    def bound_gradients(self) -> Iterator[None]:
-        """Set the gradients of this rank's shards to the reduced ones, in the block."""
-        self._table.refresh()
-        params = [param for state in self.arrived for param in state.owned_params]
-        before = [param.grad for param in params]
-        try:
-            for state in self.arrived:
-                state.set_grads(self._table.steppable(state.tensors))
-            with bound_gradients(self.rest.detached):
-                yield
-        finally:
-            for param, grad in zip(params, before, strict=True):
-                param.grad = grad
 
     def unarrived(self) -> str:
         """Return the names of parameters whose gradients have not arrived in this backward, for messages."""
@@ -200,7 +181,7 @@ class Buckets:
                     f"bucket {bucket.index} has no parameter that was reduced before: two models need two optimizers"
                 )
             state = BucketState(bucket, tensors, layout.plan, self.transport)
-            state.lay_out(layout.plan, self._local, self._broadcast_of(state.tensors))
+            state.lay_out_with(layout.plan, self._local, self._broadcast_of(state.tensors))
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
@@ -218,19 +199,6 @@ class Buckets:
 
 def _explain_backwards(here: str, there: str, rank: int, other: int) -> str:
     return f"rank {rank} has ended {here}, and rank {other} {there}: ranks must make the same calls on the same model"
-
-
-def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
-    """Return the device of all active parameters. Raises ValueError if they are on several."""
-    active = [index for index, is_active in enumerate(layout.active) if is_active]
-    device = params[active[0]].device if active else torch.device("cpu")
-    for index in active:
-        if params[index].device != device:
-            raise ValueError(
-                f"{label_in(layout.plan, index)} is on {params[index].device}, and {label_in(layout.plan, active[0])} "
-                f"on {device}: a communication hook exchanges parameters of one device. Move them, or use no hook"
-            )
-    return device
 
 
 def settings_of_ignored(params: Sequence[torch.Tensor], layout: Layout, first: int = 0) -> dict[str, int]:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -27,32 +26,32 @@ from zeroshard_comm import BucketReduceWork, Coordinator, agreed
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.changes import Seen
 from zeroshard.grads.bucket import Bucket, BucketState
-from zeroshard.grads.buckets import Buckets, common_device, settings_of_ignored
+from zeroshard.grads.buckets import Buckets, settings_of_ignored
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradNorms
+from zeroshard.grads.owned import OwnedGradients, common_device
+from zeroshard.grads.placeholder import Reduced
+from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.grads.stream import ReductionQueue
-from zeroshard.grads.table import GradTable
+from zeroshard.grads.table import Advice, GradTable
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, with_settings
 
 _BucketFuture = Future[torch.Tensor]
+_ADVICE = Advice(
+    held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it",
+    used="",
+    begun=". Wrap the model again: DistributedDataParallel has begun this backward",
+    unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
+    "no_sync(), and must not be; or a parameter is unused, which needs find_unused_parameters=True, or was frozen: "
+    "wrap the model again",
+)
+_USED_EARLY = ". To accumulate gradients, use ddp.no_sync() or reduce_to_owner_hook"
 _PATIENCE = 5.0
 """Seconds for which a rank with an incomplete backward waits for slower ranks."""
-
-
-class StepMode(Enum):
-    """The time at which shards are stepped."""
-
-    IN_STEP = "in step()"
-    AFTER_BACKWARD = "after the last bucket"
-    PER_BUCKET = "as soon as a bucket is reduced"
-
-    @property
-    def is_interleaved(self) -> bool:
-        """True if buckets are stepped and broadcast while others are being reduced."""
-        return self is StepMode.PER_BUCKET
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class StepCalls:
     edited_state: Callable[[], str]
 
 
-class GradExchange:
-    """Reduces the buckets of each backward, and ends the backward on all ranks.
+class GradExchange(GradSource):
+    """Reduces the buckets of DistributedDataParallel, and ends the backward on all ranks.
 
     :meth:`ZeroRedundancyOptimizer.follow_backward` makes it. The thread that runs backward and the thread that trains
     call it. :meth:`begin`, :meth:`end` and :meth:`end_of_autograd` are collective; so is :meth:`prepare_step` after a
@@ -123,7 +122,9 @@ class GradExchange:
                 )
             proposal.set(with_settings(layout, settings_of_ignored(local.params, layout)))
         steps_early = mode is not StepMode.IN_STEP
-        self.table = GradTable(GradNorms(coordinator, device, takes_norms=norms, steps_early=steps_early))
+        known = GradNorms(coordinator, device, takes_norms=norms, steps_early=steps_early)
+        self.table = GradTable(known, [Reduced.ZERO], replace(_ADVICE, used=_USED_EARLY if steps_early else ""))
+        self.bind_to(local)
         self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
@@ -360,13 +361,41 @@ class GradExchange:
         self.buckets.rest.step(arguments)
         self.buckets.rest.broadcast.send()
 
-    def gradients_to_clip(self) -> list[torch.Tensor]:
-        """Return this rank's parts of all gradients that the next step uses."""
-        self.prepare_step()
-        found = [*self.buckets.rest.gradients()]
-        for state in self.buckets.arrived:
-            found += state.gradients(self.table.steppable(state.tensors))
-        return [gradient for gradient in found if gradient is not None]
+    def check_hook(self, mode: StepMode) -> None:
+        """Raise a ValueError if a communication hook steps at another time."""
+        if self.mode is not mode:
+            raise ValueError(
+                f"a communication hook steps this optimizer {self.mode.value!r} already, and cannot step it "
+                f"{mode.value!r} too; build a new optimizer for another hook"
+            )
+
+    def rest(self) -> Sequence[LocalShard]:
+        """Return this rank's shards of parameters that are in no bucket, and are not parameters themselves."""
+        return self.buckets.rest.detached
+
+    def unreduced_gradients(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of this rank's shards of parameters that are in no bucket."""
+        return self.buckets.rest.gradients()
+
+    def release(self) -> None:
+        """Do nothing, because DistributedDataParallel owns the memory of its buckets."""
+
+    @property
+    def states(self) -> Sequence[OwnedGradients]:
+        """The buckets of the last backward, in order."""
+        return self.buckets.arrived
+
+    def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Raise a ValueError, on this rank only, if parameters were moved or added. Call it before ranks agree."""
+        self.buckets.check_layout(params, layout)
+
+    def lay_out(self, layout: Layout) -> None:
+        """Adopt a layout that has passed :meth:`check_layout`, or parameters that have moved."""
+        self.buckets.lay_out(layout)
+
+    def settings(self, params: Sequence[torch.Tensor], layout: Layout, first: int = 0) -> Mapping[str, int]:
+        """Return the checksums of parameters that DistributedDataParallel ignores, which must be equal on all ranks."""
+        return settings_of_ignored(params, layout, first)
 
     def _decide_early_steps(self) -> None:
         """Decide whether buckets are stepped early: only if nothing has changed on any rank. Collective."""

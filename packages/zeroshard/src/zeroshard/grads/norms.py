@@ -16,7 +16,7 @@ from zeroshard_comm import Coordinator
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import foreach_norm, version_of
-from zeroshard.grads.bucket import BucketState
+from zeroshard.grads.owned import OwnedGradients
 
 INF = float("inf")
 _HALF = (torch.float16, torch.bfloat16)
@@ -71,7 +71,7 @@ class GradNorms:
         largest = [torch.finfo(spec.dtype).max if spec.dtype.is_floating_point else INF for spec in plan.tensors]
         self._most = torch.tensor(largest, dtype=torch.float64, device=self._device)
 
-    def compute(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
+    def compute(self, state: OwnedGradients, keep: Callable[[torch.Tensor], None]) -> None:
         """Compute the norms of this rank's parts of a bucket; ``keep`` keeps memory for the stream that computes."""
         gradients = state.owned_gradients() if self.takes_norms else {}
         if not gradients:

@@ -52,7 +52,9 @@ class ReductionQueue:
     ranks finish reductions in the same order, whatever has arrived, and on an accelerator they run on a side stream.
     """
 
-    def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
+    def __init__(self, rank: int, device: torch.device, *, uses_thread: bool, open_works: int | None = None) -> None:
+        # The next reduction needs the memory of earlier packed messages.
+        self._open = (2 if uses_thread else None) if open_works is None else open_works
         self._name, self._uses_thread, self._side = f"zeroshard rank {rank}", uses_thread, SideStream(device)
         self._begun: deque[tuple[Callable[[], None], BucketReduceWork | None]] = deque()
         self._finished: deque[BucketReduceWork] = deque()
@@ -73,7 +75,7 @@ class ReductionQueue:
                 self._thread = thread
             self._begun.append((finish, work))
         if not self._uses_thread and leave is not None:
-            self._finish(leave)
+            self.finish(leave)
 
     @contextmanager
     def beside(self, tensor: torch.Tensor) -> Iterator[None]:
@@ -91,7 +93,7 @@ class ReductionQueue:
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure
-            self._finish(0)
+            self.finish(0)
             self._close(leave=0)
         finally:
             # Even after an error, the next use of a bucket must be ordered after the work queued here.
@@ -111,12 +113,11 @@ class ReductionQueue:
                     return
             try:
                 self._finish_one()
-                # The next reduction needs the memory of earlier packed messages.
-                self._close(leave=2)
             except BaseException as error:  # noqa: BLE001 - any error is raised by drain()
                 self._failure = self._failure or error
 
-    def _finish(self, leave: int) -> None:
+    def finish(self, leave: int) -> None:
+        """Finish reductions until only so many are unfinished. Without a thread only."""
         # Their inputs were ready when they began, see `beside`.
         with self._side.as_current():
             while len(self._begun) > leave:
@@ -127,6 +128,8 @@ class ReductionQueue:
         finish()
         if work is not None:
             self._finished.append(work)
+            if self._open is not None:
+                self._close(leave=self._open)
 
     def _close(self, *, leave: int) -> None:
         while len(self._finished) > leave:

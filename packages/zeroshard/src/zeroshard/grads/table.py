@@ -11,14 +11,15 @@ compares its entries with it when a backward begins and before a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from operator import attrgetter, is_
 
 import torch
 from zeroshard_core import Plan
 
-from zeroshard.grads.bucket import BucketState
 from zeroshard.grads.norms import GradNorms
+from zeroshard.grads.owned import OwnedGradients
 from zeroshard.grads.placeholder import GradPlaceholder, Reduced
 from zeroshard.plan.layout import label_in
 
@@ -28,15 +29,37 @@ _grad_of = attrgetter("grad")
 _ABSENT, _ZERO, _REDUCING, _REDUCED, _USED = Reduced
 
 
+@dataclass(frozen=True)
+class Advice:
+    """The ends of messages that depend on where gradients come from.
+
+    Attributes:
+        held: what to do where nothing can be added to a reduced gradient.
+        used: what else to do where the gradient of the last step is still there; empty if there is nothing else.
+        begun: what else to do if a backward has begun then; empty if there is nothing else.
+        unreduced: why a gradient may have values of one rank alone, and what to do.
+    """
+
+    held: str
+    used: str
+    begun: str
+    unreduced: str
+
+
 class GradTable:
     """Holds an entry for each parameter, and sets ``param.grad`` to a placeholder when a gradient is reduced.
 
-    Under ``no_sync()`` autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or
-    ZERO. The pairs (REDUCING, local), (REDUCED, local) and (USED, local) cannot occur: adding raises.
+    Autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or whose state is
+    among ``addable``; adding to another one raises. The pair (USED, local) cannot occur.
+
+    Args:
+        norms: the norms of all gradients.
+        addable: the states in which a placeholder accepts values of this rank, which the next backward reduces.
+        advice: ends of messages.
     """
 
-    def __init__(self, norms: GradNorms) -> None:
-        self.norms = norms
+    def __init__(self, norms: GradNorms, addable: Collection[Reduced], advice: Advice) -> None:
+        self.norms, self._addable, self._advice = norms, frozenset(addable), advice
         self._params: Sequence[torch.Tensor] = ()
         self._placeholders: list[GradPlaceholder] = []
         self._reduced: list[Reduced] = []
@@ -45,7 +68,7 @@ class GradTable:
         self._local: dict[int, torch.Tensor] = {}
         """The values that this rank has added to gradients that were set to zero."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._bucket_of: dict[int, BucketState] = {}
+        self._bucket_of: dict[int, OwnedGradients] = {}
 
     def rebuild(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
         """Make slots for norms, and placeholders for parameters that were added or converted; entries are unchanged."""
@@ -58,7 +81,7 @@ class GradTable:
             if type(param.grad) is GradPlaceholder:
                 self._expected[tensor] = param.grad = self._placeholders[tensor]
 
-    def locate(self, state: BucketState) -> None:
+    def locate(self, state: OwnedGradients) -> None:
         """Record that the parameters of a bucket are in it; other parameters keep their bucket."""
         self._bucket_of.update(dict.fromkeys(state.tensors, state))
 
@@ -105,10 +128,8 @@ class GradTable:
         for tensor, grad in enumerate(grads):
             if type(grad) is not GradPlaceholder:
                 self._drop(tensor)
-            elif self._reduced[tensor] is not _ZERO:
-                raise RuntimeError(
-                    f"{self._held(tensor)}. Wrap the model again: DistributedDataParallel has begun this backward"
-                )
+            elif self._reduced[tensor] not in self._addable:
+                raise RuntimeError(f"{self._held(tensor)}{self._advice.begun}")
 
     def launch(self, tensors: Sequence[int]) -> None:
         """Mark gradients as REDUCING, before their bucket is sent with the local values."""
@@ -116,7 +137,13 @@ class GradTable:
             self._reduced[tensor] = _REDUCING
             self._local.pop(tensor, None)
 
-    def record_reduced(self, state: BucketState, computed: Sequence[bool]) -> None:
+    def replace(self, tensors: Sequence[int]) -> None:
+        """Set ``param.grad`` to a placeholder where it is a gradient, because its bucket has the values from now on."""
+        for tensor in tensors:
+            if self._params[tensor].grad is not None:
+                self._expected[tensor] = self._params[tensor].grad = self._placeholders[tensor]
+
+    def record_reduced(self, state: OwnedGradients, computed: Sequence[bool]) -> None:
         """Make placeholders of the gradients that any rank has ``computed``, after all ranks have ended a backward."""
         for tensor, param, is_computed in zip(state.tensors, state.params, computed, strict=True):
             if is_computed:
@@ -126,8 +153,8 @@ class GradTable:
                 self._drop(tensor)
 
     def add_local(self, tensor: int, values: torch.Tensor) -> None:
-        """Add values of this rank to a gradient that was set to zero, as autograd does; raise if it was reduced."""
-        if self._reduced[tensor] is not _ZERO:
+        """Add values of this rank to a placeholder, as autograd does; raise if it accepts none."""
+        if self._reduced[tensor] not in self._addable:
             raise self._held(tensor)
         if tensor in self._local:
             self._local[tensor].add_(values)
@@ -156,7 +183,7 @@ class GradTable:
     def zero(self, tensor: int) -> None:
         """Set a gradient to zero."""
         self._local.pop(tensor, None)
-        owned = self.owned(tensor)
+        owned = self.owned(tensor) if tensor in self._bucket_of else None
         if owned is not None:
             owned.zero_()
         self._reduced[tensor] = _ZERO
@@ -170,10 +197,7 @@ class GradTable:
         for tensor in self._bucket_of:
             param, reduced = self._params[tensor], self._reduced[tensor]
             if param.grad is None:
-                # Ranks compare frozen parameters separately.
-                if reduced in (_ZERO, _REDUCED) and param.requires_grad:
-                    self.norms.record(tensor, "set to None", erases=True)
-                self._drop(tensor)
+                self.remove(tensor)
             elif not isinstance(param.grad, GradPlaceholder) or tensor in self._local or reduced is _ABSENT:
                 raise self.unreduced(tensor)
             elif param.grad._tensor != tensor:
@@ -181,6 +205,13 @@ class GradTable:
                     f"the gradient of {label_in(self._plan, tensor)} was replaced by {param.grad!r}, which stands for "
                     f"another gradient: change gradients in place, or in a hook of the tensor"
                 )
+
+    def remove(self, tensor: int) -> None:
+        """Mark a gradient as absent that the loop has removed, and record that."""
+        # Ranks compare frozen parameters separately.
+        if self._reduced[tensor] in (_ZERO, _REDUCED) and self._params[tensor].requires_grad:
+            self.norms.record(tensor, "set to None", erases=True)
+        self._drop(tensor)
 
     def _drop(self, tensor: int) -> None:
         self._reduced[tensor], self._expected[tensor] = _ABSENT, None
@@ -194,13 +225,12 @@ class GradTable:
         """Return the error for adding to a gradient that was reduced."""
         if self._reduced[tensor] is not _USED:
             why = (
-                "has a gradient that an earlier backward() has reduced, and nothing can be added to it: accumulate "
-                "under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it"
+                f"has a gradient that an earlier backward() has reduced, and nothing can be added to it: "
+                f"{self._advice.held}"
             )
         else:
-            why = "still has the gradient of the last step: call optimizer.zero_grad() before backward()"
-            if self.norms.steps_early:
-                why += ". To accumulate gradients, use ddp.no_sync() or reduce_to_owner_hook"
+            advice = self._advice.used
+            why = f"still has the gradient of the last step: call optimizer.zero_grad() before backward(){advice}"
         return RuntimeError(f"{label_in(self._plan, tensor)} {why}")
 
     def unreduced(self, tensor: int) -> RuntimeError:
@@ -211,9 +241,5 @@ class GradTable:
                 "under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
             )
         else:
-            why = (
-                "has not been reduced by backward(): .grad was assigned, as after torch.autograd.grad(); or the last "
-                "backward() before step() was under no_sync(), and must not be; or a parameter is unused, which needs "
-                "find_unused_parameters=True, or was frozen: wrap the model again"
-            )
+            why = f"has not been reduced by backward(): {self._advice.unreduced}"
         return RuntimeError(f"the gradient of {label_in(self._plan, tensor)} {why}")

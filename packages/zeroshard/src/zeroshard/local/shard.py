@@ -58,6 +58,11 @@ class LocalShard:
         """The part of the parameter that this rank owns, with the values that all ranks have."""
         return _view_of(self.shard, self.param)
 
+    def unset_grad(self) -> None:
+        """Remove the gradient of :attr:`tensor` unless that is the parameter, because it keeps memory."""
+        if self.is_detached:
+            self.tensor.grad = None
+
     def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a gradient in the dtype and layout of :attr:`tensor`."""
         if gradient is None or not self.is_master:

@@ -1,0 +1,132 @@
+"""A bucket of gradients of a plain module: packs them for their owners, and keeps this rank's parts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+from zeroshard_comm import Transport
+from zeroshard_core import Plan
+
+from zeroshard._torch_private import foreach_add_, foreach_copy_, storage_users
+from zeroshard.grads.owned import OwnedGradients, gradient_view, runs_of
+from zeroshard.grads.transient import TransientBuffers
+
+
+class HeldBucket(OwnedGradients):
+    """Some parameters whose gradients travel together. Their parts lie in ``held``, which all buckets share.
+
+    Attributes:
+        missing: the tensors whose gradients have not arrived in this backward.
+        is_sent: whether the bucket was sent in this backward.
+        present: for each tensor, whether this rank had a gradient when it was sent.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tensors: Sequence[int],
+        params: Sequence[torch.Tensor],
+        plan: Plan,
+        transport: Transport,
+        held: dict[int, torch.Tensor],
+    ) -> None:
+        *offsets, length = accumulate(map(torch.Tensor.numel, params), initial=0)
+        super().__init__(index, tensors, params, offsets, length)
+        self.dtype = params[0].dtype
+        self.reducer = transport.reducer(runs_of(plan, self.tensors, self.offsets), params[0].new_empty(0))
+        self._held = held
+        self._is_plain = all(param.is_contiguous() for param in params)
+        self.missing: set[int] = set()
+        self.is_sent, self.present = False, (False,) * len(params)
+
+    def begin(self) -> None:
+        """Prepare for a backward."""
+        pairs = zip(self.tensors, self.params, strict=True)
+        self.missing = {tensor for tensor, param in pairs if param.requires_grad}
+        self.is_sent = False
+
+    def pack(
+        self, values: Sequence[torch.Tensor | None], buffers: TransientBuffers
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the bucket, 1-D, with gradients or zeros for None; and the memory that was lent, if any.
+
+        A gradient that is alone in its bucket, and in its memory, is sent from there.
+        """
+        first = values[0]
+        if len(values) == 1 and first is not None and _is_alone(first, self.params[0]):
+            return first.as_strided((self.length,), (1,)), None
+        memory, buffer = buffers.lend(self.length, self.dtype)
+        given = [value for value in values if value is not None and value.is_contiguous()]
+        if self._is_plain and len(given) == len(values):
+            torch.cat([value.view(-1) for value in given], out=buffer)
+            return buffer, memory
+        for value, param, offset, stride in zip(values, self.params, self.offsets, self._strides, strict=True):
+            place = gradient_view(buffer, offset, param.shape, stride)
+            _ = place.zero_() if value is None else place.copy_(value)
+        return buffer, memory
+
+    def reserve(self, kept: Collection[int]) -> torch.Tensor | None:
+        """Make memory for this rank's parts, but for those of ``kept`` tensors, which have it; return it."""
+        wanted = [(place, shard) for place, shard in self._owned.items() if self.tensors[place] not in kept]
+        if not wanted:
+            return None
+        flat = self.params[0].new_empty(sum(shard.shard.numel for _, shard in wanted))
+        offset = 0
+        for place, shard in wanted:
+            view = gradient_view(flat, offset, shard.tensor.shape, self._strides[place])
+            self._held[self.tensors[place]] = view
+            offset += shard.shard.numel
+        return flat
+
+    def accept(self, buffer: torch.Tensor, kept: Collection[int]) -> None:
+        """Copy this rank's means out of a reduced bucket, or add them to what ``kept`` tensors have already."""
+        arrived = self._views_in(partial(self.reducer.owned, buffer))
+        copied = [tensor for tensor in arrived if tensor not in kept]
+        added = [tensor for tensor in arrived if tensor in kept]
+        if copied:
+            foreach_copy_([self._held[tensor] for tensor in copied], [arrived[tensor] for tensor in copied])
+        if added:
+            foreach_add_([self._held[tensor] for tensor in added], [arrived[tensor] for tensor in added])
+        self.reducer.release()
+
+    def owned_gradients(self) -> dict[int, torch.Tensor]:
+        """Return this rank's parts of reduced gradients, by tensor."""
+        tensors = [self.tensors[place] for place in self._owned]
+        return {tensor: self._held[tensor] for tensor in tensors if tensor in self._held}
+
+    def gradients(self, steppable: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
+        """Return the gradient of each shard that this rank owns; makes zeros where it was set to zero and freed."""
+        found: list[torch.Tensor | None] = []
+        for place, shard in self._owned.items():
+            tensor = self.tensors[place]
+            if steppable[place] and tensor not in self._held:
+                self._held[tensor] = torch.zeros_like(shard.local_view)
+            found.append(self._held[tensor] if steppable[place] else None)
+        return found
+
+
+def buckets_of(order: Sequence[int], params: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Fill buckets of one dtype with tensors in order, of at most ``limit`` bytes each.
+
+    A tensor of half a bucket or more is alone, because it is then sent from where autograd has made its gradient.
+    """
+    buckets: list[list[int]] = []
+    filled, dtype = limit, None
+    for tensor in order:
+        param = params[tensor]
+        is_large = param.nbytes * 2 >= limit
+        if is_large or filled + param.nbytes > limit or param.dtype is not dtype:
+            buckets.append([])
+            filled, dtype = 0, param.dtype
+        buckets[-1].append(tensor)
+        filled = limit if is_large else filled + param.nbytes
+    return buckets
+
+
+def _is_alone(gradient: torch.Tensor, param: torch.Tensor) -> bool:
+    """Return True if a gradient has memory of its own, laid out as its parameter, which autograd may share."""
+    is_whole = gradient.stride() == param.stride() and gradient.untyped_storage().nbytes() == gradient.nbytes
+    return is_whole and storage_users(gradient) <= 2

@@ -1,0 +1,193 @@
+"""Follows the forwards and backwards of a plain module by hooks, for sharded gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from zeroshard_comm import RankGroup, peer_lost
+
+from zeroshard._torch_private import broadcast_coalesced, disable_dynamo, in_autograd, is_in_ddp
+from zeroshard.grads.sharded import ShardedGradients
+from zeroshard.guard import Guard
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
+"""The size of one broadcast of buffers and parameters in bytes, as in DistributedDataParallel."""
+
+
+class ModelHooks:
+    """Registers the hooks of a model, and calls a source of gradients from them.
+
+    The model refers weakly to this object, and this object to the model.
+
+    Args:
+        model: the module.
+        source: reduces the gradients of its parameters.
+        index_of: the tensor index of each parameter of the model that the optimizer has.
+        ranks: the group that broadcasts buffers.
+        guard: keeps the error of a rank that is gone.
+        broadcast_buffers: whether rank 0 broadcasts its buffers before a forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: ShardedGradients,
+        index_of: Mapping[torch.Tensor, int],
+        ranks: RankGroup,
+        guard: Guard,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        self._model, self._source = weakref.ref(model), weakref.ref(source)
+        self._index_of, self._ranks, self._guard = dict(index_of), ranks, guard
+        self._broadcasts_buffers = self._must_broadcast = broadcast_buffers
+        modules = [*model.modules()]
+        self._param_dicts = [module._parameters for module in modules if module._parameters]
+        self._buffer_dicts = [module._buffers for module in modules if module._buffers]
+        self._params = [*self._members(self._param_dicts)]
+        self._forms = self._forms_now()
+        self._hooked: set[torch.Tensor] = set()
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_Hook(weakref.WeakMethod(self.before_forward))),
+            model.register_forward_hook(_Hook(weakref.WeakMethod(self.after_forward))),
+        ]
+        self._hook_params()
+        self.broadcast([*model.parameters(), *model.buffers()])
+
+    @staticmethod
+    def _members(dicts: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
+        return (member for of_module in dicts for member in of_module.values() if member is not None)
+
+    def _forms_now(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(param.dtype, param.device) for param in self._params]
+
+    def _hook_params(self) -> None:
+        """Register a hook on each trained parameter that has none."""
+        for param, tensor in self._index_of.items():
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                self._handles.append(param.register_post_accumulate_grad_hook(_arrival(self._source, tensor)))
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Send rank 0's values to all ranks. Collective."""
+        if not tensors or self._ranks.world_size == 1:
+            return
+        try:
+            broadcast_coalesced(self._ranks.group, [tensor.detach() for tensor in tensors], _BROADCAST_BYTES, 0)
+        except RuntimeError as failure:
+            lost = peer_lost(failure, None, self._ranks.rank, "forward()")
+            self._guard.mark_broken(lost)
+            raise lost from failure
+
+    @disable_dynamo
+    def before_forward(self, *_: object) -> None:
+        """Check the model, free what the last step used, and broadcast buffers if this forward has gradients."""
+        if in_autograd():
+            # A checkpoint computes again.
+            return
+        source = self._source_now()
+        source.end_last()
+        if is_in_ddp():
+            raise RuntimeError(
+                "the model is called by a DistributedDataParallel, and its gradients are sharded too: use one of both"
+            )
+        if not torch.is_grad_enabled():
+            return
+        self._guard.check_broken()
+        source.release()
+        self._check_params()
+        self._hook_params()
+        if self._must_broadcast:
+            self.broadcast([*self._members(self._buffer_dicts)])
+        self._must_broadcast = self._broadcasts_buffers and not source.accumulates
+
+    def _check_params(self) -> None:
+        now = [*self._members(self._param_dicts)]
+        if len(now) != len(self._params) or not all(map(is_, now, self._params)):
+            raise RuntimeError(
+                "parameters of the model were replaced after shard_gradients(), as by load_state_dict(assign=True): "
+                "load and convert the model before the optimizer is built"
+            )
+        if self._forms_now() != self._forms:
+            raise RuntimeError(
+                "the model was moved or converted after shard_gradients(): do that before the optimizer is built"
+            )
+
+    @disable_dynamo
+    def after_forward(self, _module: object, _arguments: object, output: object) -> None:
+        """Let the backward of an output end when autograd has finished all of it."""
+        if not torch.is_grad_enabled() or in_autograd():
+            return
+        begin = _backward_begin(self._source)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def _source_now(self) -> ShardedGradients:
+        return _alive(self._source)
+
+
+class _Hook:
+    """Calls a method of the hooks of one model. Copies and pickles of the model have a hook that does nothing."""
+
+    def __init__(self, method: weakref.WeakMethod[Callable[..., None]]) -> None:
+        self._method = method
+
+    def __call__(self, *arguments: object) -> None:
+        call = self._method()
+        if call is None:
+            _alive(lambda: None)
+        else:
+            call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of the standard library that takes any arguments and returns None.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _alive(source: Callable[[], ShardedGradients | None]) -> ShardedGradients:
+    found = source()
+    if found is None:
+        raise RuntimeError(
+            "the optimizer that shards the gradients of this model is gone: keep a reference to it, or call remove()"
+        )
+    return found
+
+
+def _arrival(source: weakref.ref[ShardedGradients], tensor: int) -> Callable[[torch.Tensor], None]:
+    def arrived(_: torch.Tensor) -> None:
+        _alive(source).arrive(tensor)
+
+    return arrived
+
+
+def _backward_begin(source: weakref.ref[ShardedGradients]) -> Callable[[torch.Tensor], None]:
+    def begun(_: torch.Tensor) -> None:
+        _alive(source).queue_end()
+
+    return begun
+
+
+def _tensors_in(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an output of a module: itself, or in containers and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    parts: Any = vars(output) if hasattr(output, "__dataclass_fields__") else output
+    parts = parts.values() if isinstance(parts, Mapping) else parts
+    for part in parts if not isinstance(parts, (str, bytes)) and hasattr(parts, "__iter__") else ():
+        if part is not output:
+            yield from _tensors_in(part)

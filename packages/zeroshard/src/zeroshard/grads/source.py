@@ -1,0 +1,130 @@
+"""What a step asks of gradients that are reduced during backward, from whatever source they come."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+
+from zeroshard.grads.early_steps import EarlySteps
+from zeroshard.grads.owned import OwnedGradients
+from zeroshard.grads.table import GradTable
+from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
+from zeroshard.local.shard import LocalShard
+from zeroshard.param_buffers import ParamBroadcast
+from zeroshard.plan.layout import Layout
+
+
+class StepMode(Enum):
+    """The time at which shards are stepped."""
+
+    IN_STEP = "in step()"
+    AFTER_BACKWARD = "after the last bucket"
+    PER_BUCKET = "as soon as a bucket is reduced"
+
+    @property
+    def is_interleaved(self) -> bool:
+        """True if buckets are stepped and broadcast while others are being reduced."""
+        return self is StepMode.PER_BUCKET
+
+
+class GradSource(ABC):
+    """Reduces the gradients of each backward, and fills the table of their states.
+
+    There are two: communication hooks of DistributedDataParallel, which owns the memory of its buckets, and
+    :func:`zeroshard.shard_gradients`, which keeps this rank's parts alone.
+
+    Attributes:
+        table: the states of the gradients.
+        early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
+    """
+
+    table: GradTable
+    early_steps: EarlySteps | None = None
+
+    @property
+    @abstractmethod
+    def states(self) -> Sequence[OwnedGradients]:
+        """The buckets of the last backward, in order."""
+
+    @abstractmethod
+    def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Raise a ValueError, on this rank only, if a layout cannot be used. Call it before ranks agree."""
+
+    @abstractmethod
+    def lay_out(self, layout: Layout) -> None:
+        """Adopt a layout that has passed :meth:`check_layout`, or parameters that have moved."""
+
+    def settings(self, params: Sequence[torch.Tensor], layout: Layout, first: int = 0) -> Mapping[str, int]:  # noqa: ARG002 - for subclasses
+        """Return settings of the parameters from ``first`` on, which must be equal on all ranks."""
+        return {}
+
+    @abstractmethod
+    def prepare_step(self) -> None:
+        """Determine which gradients the next step uses; raise a RuntimeError if a gradient was never reduced.
+
+        Ends a backward that has not ended, with the other ranks.
+        """
+
+    def unreduced_gradients(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of this rank's shards of parameters that are in no bucket."""
+        return []
+
+    def rest(self) -> Sequence[LocalShard]:
+        """Return this rank's shards of parameters that are in no bucket, and are not parameters themselves."""
+        return []
+
+    def bind_to(self, local: LocalOptimizer) -> None:
+        """Let a local optimizer step with the gradients of this source."""
+        # Weak, because this object refers to the local optimizer.
+        bound = weakref.WeakMethod(self.bound_gradients)
+        local.hook_gradients = lambda: found() if (found := bound()) is not None else nullcontext()
+
+    @contextmanager
+    def bound_gradients(self) -> Iterator[None]:
+        """Set the gradients of this rank's shards to the reduced ones, in the block."""
+        self.table.refresh()
+        params = [param for state in self.states for param in state.owned_params]
+        before = [param.grad for param in params]
+        try:
+            for state in self.states:
+                state.set_grads(self.table.steppable(state.tensors))
+            with bound_gradients(self.rest()):
+                yield
+        finally:
+            for param, grad in zip(params, before, strict=True):
+                param.grad = grad
+
+    def gradients_to_clip(self) -> list[torch.Tensor]:
+        """Return this rank's parts of all gradients that the next step uses."""
+        self.prepare_step()
+        found = [*self.unreduced_gradients()]
+        for state in self.states:
+            found += state.gradients(self.table.steppable(state.tensors))
+        return [gradient for gradient in found if gradient is not None]
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the memory of gradients that nobody can use any more."""
+
+    @abstractmethod
+    def check_hook(self, mode: StepMode) -> None:
+        """Raise a ValueError if a communication hook that steps at some time cannot use this source."""
+
+    @property
+    def broadcasts(self) -> Sequence[ParamBroadcast]:
+        """The broadcasts for which a step waits, by bucket; empty if all parameters are broadcast together."""
+        return []
+
+    def accept_step(self) -> None:
+        """Accept a call of ``step()`` for a backward that has stepped already."""
+        raise NotImplementedError
+
+    def step_rest(self, arguments: Mapping[str, Any]) -> None:
+        """Step and broadcast what backward has not stepped."""
+        raise NotImplementedError

@@ -1,0 +1,63 @@
+"""Memory for the buckets that are on their way to their owners: two at a time, used again, and freed after backward."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+IN_FLIGHT = 2
+"""The number of buckets whose memory is in use at one time."""
+
+
+class TransientBuffers:
+    """Lends memory to buckets, at most :data:`IN_FLIGHT` at a time.
+
+    The thread that runs backward calls :meth:`enter`, then :meth:`lend` unless a bucket has memory of its own; the
+    thread that finishes reductions calls :meth:`leave` for each :meth:`enter`, when nobody reads the bucket any more.
+
+    Args:
+        device: the device of the buckets.
+        waits: whether another thread calls :meth:`leave`. If not, the caller leaves before it enters too often.
+    """
+
+    def __init__(self, device: torch.device, *, waits: bool) -> None:
+        self._device = device
+        self._room = threading.Semaphore(IN_FLIGHT) if waits else None
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+        self._read: torch.Event | None = None
+        accelerator = torch.accelerator.current_accelerator()
+        self._has_streams = accelerator is not None and accelerator.type == device.type
+
+    def enter(self) -> None:
+        """Wait for room; on an accelerator, order the current stream after the last use of memory that is free."""
+        if self._room is not None:
+            self._room.acquire()
+        if self._read is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._read)
+
+    def lend(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory, and the bucket in it, 1-D."""
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            memory = self._free.pop() if self._free else None
+        if memory is None or memory.numel() < nbytes:
+            del memory
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return memory, memory[:nbytes].view(dtype)
+
+    def leave(self, memory: torch.Tensor | None) -> None:
+        """Take memory back, which the work queued on the current stream reads; None if the bucket had its own."""
+        if self._has_streams:
+            self._read = torch.accelerator.current_stream(self._device).record_event()
+        if memory is not None:
+            with self._lock:
+                self._free.append(memory)
+        if self._room is not None:
+            self._room.release()
+
+    def clear(self) -> None:
+        """Free all memory, at the end of a backward."""
+        self._free.clear()
+        self._read = None
