@@ -60,6 +60,7 @@ class Engine:
         join: announces calls inside Join.
         debugging: logs or checks every step; None if debugging is off.
         stepper: makes steps.
+        for_hooks: the exchange that :meth:`take_buckets` has made; None before.
         exchange: reduces gradients during backward; None if :meth:`take_buckets` or :meth:`shard` was not called.
 
     Raises:
@@ -77,7 +78,7 @@ class Engine:
         self.coordinator = coordinator = Coordinator(ranks)
         self.guard = Guard(coordinator)
         self.exchange: GradSource | None = None
-        self._for_hooks: GradExchange | None = None
+        self.for_hooks: GradExchange | None = None
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             groups, classes = read()
             if not coordinator.is_single_rank:
@@ -173,11 +174,9 @@ class Engine:
         return call
 
     def take_buckets(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> GradExchange:
-        """Reduce gradients bucket by bucket from now on. Collective for the first time, with the same ``names``."""
+        """Reduce gradients bucket by bucket from now on. All ranks pass the same ``names``. Collective."""
         if self.exchange is not None:
             self.exchange.check_hook(mode)
-        if self._for_hooks is not None:
-            return self._for_hooks
         weak = weakref.proxy(self)
         calls = StepCalls(
             look=lambda as_backward_begins: weak.stepper.look(as_backward_begins=as_backward_begins),
@@ -191,7 +190,7 @@ class Engine:
                 self.coordinator, self.guard, self.local, self.buffers, layout, calls, mode, norms=norms
             )
             self._use_source(made)
-        self._for_hooks = made
+        self.for_hooks = made
         return made
 
     def shard(

@@ -513,7 +513,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or "
                 "register reduce_to_owner_hook, which leaves stepping to step()"
             )
-        return self._engine.take_buckets(mode, names, norms=norms)
+        made = self._engine.for_hooks
+        if made is None:
+            return self._engine.take_buckets(mode, names, norms=norms)
+        made.check_hook(mode)
+        return made
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:

@@ -145,7 +145,8 @@ def _check(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
         raise ValueError("shard_gradients() takes the place of DistributedDataParallel: pass the module itself")
     if optimizer._overlap_with_ddp:
         raise ValueError(
-            "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it without"
+            "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
+            "without that"
         )
     if engine.exchange is not None:
         raise ValueError(

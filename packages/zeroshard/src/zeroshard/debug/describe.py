@@ -9,7 +9,7 @@ import torch
 from zeroshard_comm import KINDS, Coordinator, Volume
 
 from zeroshard.byte_units import format_bytes
-from zeroshard.grads.owned import OwnedGradients
+from zeroshard.grads.bucket import OwnedGradients
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.group_classes import GroupClass, names_of
 from zeroshard.plan.groups import ParamGroup

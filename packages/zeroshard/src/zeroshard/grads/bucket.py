@@ -1,22 +1,20 @@
-"""Maps the ranges of one bucket of gradients to their owners, and hands this rank's to the local optimizer."""
+"""A bucket of gradients: as a framework passes it, and this rank's parts as the local optimizer gets them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
-from torch.profiler import record_function
-from zeroshard_comm import Transport
-from zeroshard_core import Plan
+from zeroshard_core import Plan, Run
 
-from zeroshard.grads.owned import OwnedGradients, runs_of
-from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
-from zeroshard.local.partial_step import PartialStepper
-from zeroshard.param_buffers import ParamBroadcast
-from zeroshard.plan.layout import label_in
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.local.shard import LocalShard
+from zeroshard.plan.layout import Layout, label_in
+
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -48,124 +46,90 @@ class Bucket:
         return [int(gradient.storage_offset()) - start for gradient in self.gradients]
 
 
-class BucketState(OwnedGradients):
-    """Holds which ranges of a bucket each rank owns, and the buffer of the last backward.
+class OwnedGradients(ABC):
+    """Hands the gradients of this rank's shards of a bucket to the local optimizer. Call :meth:`lay_out` first.
 
-    Owners never change; call :meth:`lay_out` before anything else, and when this rank's shards have changed. The table
-    has the states of the gradients: ``steppable`` says for each parameter whether a step uses its gradient.
-    ``broadcast`` sends the new values of the parameters; it is empty if all are broadcast together.
+    Where the values lie is for subclasses to say.
+
+    Attributes:
+        index: the number of the bucket; buckets have the same order on every rank.
+        tensors, params: the parameters of the bucket, by tensor index and themselves.
+        offsets, length: the first element of each gradient in the bucket, and the number of elements.
+        owned_tensors: the tensors that the local optimizer steps for the parameters that this rank owns.
+        owned_params: those among them that are parameters themselves.
     """
 
-    def __init__(self, bucket: Bucket, tensors: Sequence[int], plan: Plan, transport: Transport) -> None:
-        super().__init__(bucket.index, tensors, bucket.params, bucket.offsets, bucket.buffer.numel())
-        self.reducer = transport.reducer(runs_of(plan, self.tensors, self.offsets), bucket.buffer)
-        self._views: dict[int, torch.Tensor] = {}
-        # The last result of `gradients`, with its argument.
-        self._bound: tuple[tuple[bool, ...], list[torch.Tensor | None]] | None = None
-        self.buffer: torch.Tensor | None = None
-        self.adopt_buffer(bucket)
+    def __init__(
+        self, index: int, tensors: Sequence[int], params: Sequence[torch.Tensor], offsets: Sequence[int], length: int
+    ) -> None:
+        self.index, self.tensors, self.params = index, tuple(tensors), list(params)
+        self.offsets, self.length = list(offsets), length
+        self._strides = [param.stride() for param in params]
+        self._owned: dict[int, LocalShard] = {}
+        self.owned_tensors: list[torch.Tensor] = []
+        self.owned_params: list[torch.Tensor] = []
 
-    def has_params(self, bucket: Bucket) -> bool:
-        """Return True if a bucket has the same parameters."""
-        return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
+    def lay_out(self, local: LocalOptimizer) -> None:
+        """Use the present shards of this rank."""
+        self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
+        self.owned_tensors = [shard.tensor for shard in self._owned.values()]
+        self.owned_params = [shard.param for shard in self._owned.values() if not shard.is_detached]
 
-    def is_replaced_by(self, bucket: Bucket) -> bool:
-        """Return True if a bucket lies in other memory than the buffer."""
-        return self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr()
-
-    def adopt_buffer(self, bucket: Bucket) -> None:
-        """Use the buffer of another backward, whose bucket has the same parameters."""
-        if self.is_replaced_by(bucket):
-            self.release()
-        self.buffer = bucket.buffer
-        self.is_last, self.announced, self.present = bucket.is_last, bucket.announced, bucket.present
-        self.is_stepped_early = False
-        self.failure: Exception | None = None
-
-    def release(self) -> None:
-        """Drop the buffer, whose gradients were used, because the framework needs its memory for another bucket."""
-        self.buffer, self._bound, self._views = None, None, {}
-        self.reducer.release()
-        for shard in self._owned.values():
-            shard.unset_grad()
-
-    def lay_out_with(self, plan: Plan, local: LocalOptimizer, broadcast: ParamBroadcast) -> None:
-        """Use the shards of a new layout. Raise a ValueError if a cut parameter has changed its memory format."""
-        for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
-            if param.stride() != stride and plan.is_cut(index):
-                raise ValueError(
-                    f"{label_in(plan, index)} is cut and has changed its memory format, and its gradients have the old "
-                    f"one: convert the model before DistributedDataParallel and the optimizer are built"
-                )
-        self.lay_out(local)
-        self._partial = PartialStepper(local, list(self._owned.values()))
-        self.broadcast = broadcast
-
+    @abstractmethod
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
-        """Return the views of the bucket that this rank owns, by tensor; makes them once for each buffer."""
-        if self.buffer is not None and not self._views:
-            self._views = self._views_in(partial(self.reducer.owned, self.buffer))
-        return self._views
+        """Return this rank's parts of reduced gradients, by tensor."""
 
-    def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
-        """Copy in values that another communication hook has reduced. Raises ValueError if their number differs."""
-        if reduced.numel() != self.length:
-            raise ValueError(f"the inner hook has returned {reduced.numel()} elements for a bucket of {self.length}")
-        keep(reduced)
-        sources = self._views_in(lambda start, stop: reduced.view(-1)[start:stop])
-        for tensor, target in self.owned_gradients().items():
-            if sources[tensor].data_ptr() != target.data_ptr():
-                target.copy_(sources[tensor])
-
+    @abstractmethod
     def gradients(self, steppable: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
         """Return the gradient of each shard that this rank owns, None where ``steppable`` is False."""
-        if self.buffer is None and any(steppable):
-            raise RuntimeError("the memory of these gradients was given back: call backward() before the next step()")
-        if self._bound is None or self._bound[0] != steppable:
-            owned = self.owned_gradients()
-            gradients = [owned[self.tensors[place]] if steppable[place] else None for place in self._owned]
-            self._bound = steppable, gradients
-        return self._bound[1]
 
-    def step(self, steppable: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
-        """Step this rank's shards, or raise the error of their step during backward. No-op if that has succeeded."""
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
-        if not self.is_stepped_early:
-            with record_function(f"zeroshard::update bucket {self.index}"):
-                self.set_grads(steppable)
-                self._partial.step(arguments)
+    def set_grads(self, steppable: tuple[bool, ...]) -> None:
+        """Set ``.grad`` of this rank's shards to :meth:`gradients`."""
+        gradients = self.gradients(steppable)
+        # Optimizers and users may have replaced them since.
+        if not all(map(is_, map(_grad_of, self.owned_tensors), gradients)):
+            for shard, gradient in zip(self._owned.values(), gradients, strict=True):
+                shard.tensor.grad = shard.converted(gradient) if shard.is_master else gradient
 
-    def step_early(self) -> None:
-        """Step during backward, when all ranks have all gradients. :meth:`step` raises the error."""
-        try:
-            if not all(self.present):
-                raise RuntimeError(
-                    "a parameter got no gradient in a backward that steps bucket by bucket: build "
-                    "DistributedDataParallel with find_unused_parameters=True"
-                )
-            self.step(self.present, {})
-            self.is_stepped_early = True
-        except Exception as error:  # noqa: BLE001 - reported after all ranks have sent their shards
-            self.failure = error
+    def _views_in(self, range_of: Callable[[int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return this rank's parts by tensor, given the function that returns a range of the bucket."""
+        views = {}
+        for place, shard in self._owned.items():
+            start, flat = self.offsets[place], shard.shard.flat
+            owned = range_of(start + flat.start, start + flat.stop)
+            views[self.tensors[place]] = gradient_view(owned, 0, shard.tensor.shape, self._strides[place])
+        return views
 
 
-class Rest:
-    """Holds the parameters that are in no bucket. A step uses their ``.grad`` and broadcasts them after the buckets."""
+def runs_of(plan: Plan, tensors: Sequence[int], offsets: Sequence[int]) -> list[Run]:
+    """Return the ranges of a bucket by owner, with adjacent ranges of one owner merged."""
+    runs: list[Run] = []
+    for offset, index in sorted(zip(offsets, tensors, strict=True)):
+        is_part = plan.is_cut(index)
+        for shard in plan.of_tensor(index):
+            start, stop = offset + shard.flat.start, offset + shard.flat.stop
+            if start == stop:
+                continue
+            if runs and runs[-1].rank == shard.rank and runs[-1].stop == start:
+                before = runs.pop()
+                start, is_part = before.start, before.is_part or is_part
+            runs.append(Run(shard.rank, start, stop, is_part))
+    return runs
 
-    def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
-        self.broadcast = broadcast
-        self.shards = [local.shards[index] for index in tensors if index in local.shards]
-        self.detached = [shard for shard in self.shards if shard.is_detached]
-        self._partial = PartialStepper(local, self.shards)
 
-    def gradients(self) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of this rank's shards."""
-        found = [(shard, shard.param.grad) for shard in self.shards]
-        return [None if grad is None else shard.shard.narrow(grad.detach()) for shard, grad in found]
+def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Return the view of a gradient, or a part, by its parameter's strides: DDP's own views are in row-major order."""
+    return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)
 
-    def step(self, arguments: Mapping[str, object]) -> None:
-        """Step this rank's shards."""
-        with bound_gradients(self.detached):
-            self._partial.step(arguments)
+
+def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
+    """Return the device of all active parameters. Raises ValueError if they are on several."""
+    active = [index for index, is_active in enumerate(layout.active) if is_active]
+    device = params[active[0]].device if active else torch.device("cpu")
+    for index in active:
+        if params[index].device != device:
+            raise ValueError(
+                f"{label_in(layout.plan, index)} is on {params[index].device}, and {label_in(layout.plan, active[0])} "
+                f"on {device}: a communication hook exchanges parameters of one device. Move them, or use no hook"
+            )
+    return device

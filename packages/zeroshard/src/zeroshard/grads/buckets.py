@@ -1,23 +1,28 @@
-"""Keeps the buckets of one optimizer: ranks agree on each when it first arrives, and a new layout is given to each."""
+"""Keeps the buckets of DistributedDataParallel: who owns which range, where the means lie, and the step of each.
+
+Ranks agree on each bucket when it first arrives. A new layout is given to each.
+"""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from operator import is_
 
 import torch
-from zeroshard_comm import Coordinator, agreed, choose_transport
+from torch.profiler import record_function
+from zeroshard_comm import Coordinator, Transport, agreed, choose_transport
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import is_ignored_by_ddp
-from zeroshard.debug.checks import digest_of
-from zeroshard.grads.bucket import Bucket, BucketState, Rest
-from zeroshard.grads.owned import common_device, gradient_view
-from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.grads.bucket import Bucket, OwnedGradients, common_device, runs_of
+from zeroshard.grads.ddp_checks import index_of_param
 from zeroshard.grads.table import GradTable
-from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
+from zeroshard.local.partial_step import PartialStepper
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, label_in, with_settings
 
@@ -26,6 +31,129 @@ _END = "the end of backward()"
 
 _SETTLED = 3
 """Number of equal backwards after which the next one should have the same buckets: DDP rebuilds them once, before."""
+
+
+class BucketState(OwnedGradients):
+    """Holds which ranges of a bucket each rank owns, and the buffer of the last backward.
+
+    Owners never change; call :meth:`lay_out` before anything else, and when this rank's shards have changed. The table
+    has the states of the gradients: ``steppable`` says for each parameter whether a step uses its gradient.
+    ``broadcast`` sends the new values of the parameters; it is empty if all are broadcast together.
+    """
+
+    def __init__(self, bucket: Bucket, tensors: Sequence[int], plan: Plan, transport: Transport) -> None:
+        super().__init__(bucket.index, tensors, bucket.params, bucket.offsets, bucket.buffer.numel())
+        self.reducer = transport.reducer(runs_of(plan, self.tensors, self.offsets), bucket.buffer)
+        self._views: dict[int, torch.Tensor] = {}
+        # The last result of `gradients`, with its argument.
+        self._bound: tuple[tuple[bool, ...], list[torch.Tensor | None]] | None = None
+        self.buffer: torch.Tensor | None = None
+        self.adopt_buffer(bucket)
+
+    def has_params(self, bucket: Bucket) -> bool:
+        """Return True if a bucket has the same parameters."""
+        return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
+
+    def is_replaced_by(self, bucket: Bucket) -> bool:
+        """Return True if a bucket lies in other memory than the buffer."""
+        return self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr()
+
+    def adopt_buffer(self, bucket: Bucket) -> None:
+        """Use the buffer of another backward, whose bucket has the same parameters."""
+        if self.is_replaced_by(bucket):
+            self.release()
+        self.buffer = bucket.buffer
+        self.is_last, self.announced, self.present = bucket.is_last, bucket.announced, bucket.present
+        self.is_stepped_early = False
+        self.failure: Exception | None = None
+
+    def release(self) -> None:
+        """Drop the buffer, whose gradients were used, because the framework needs its memory for another bucket."""
+        self.buffer, self._bound, self._views = None, None, {}
+        self.reducer.release()
+        for shard in self._owned.values():
+            shard.unset_grad()
+
+    def lay_out_with(self, plan: Plan, local: LocalOptimizer, broadcast: ParamBroadcast) -> None:
+        """Use the shards of a new layout. Raise a ValueError if a cut parameter has changed its memory format."""
+        for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
+            if param.stride() != stride and plan.is_cut(index):
+                raise ValueError(
+                    f"{label_in(plan, index)} is cut and has changed its memory format, and its gradients have the old "
+                    f"one: convert the model before DistributedDataParallel and the optimizer are built"
+                )
+        self.lay_out(local)
+        self._partial = PartialStepper(local, list(self._owned.values()))
+        self.broadcast = broadcast
+
+    def owned_gradients(self) -> Mapping[int, torch.Tensor]:
+        """Return the views of the bucket that this rank owns, by tensor; makes them once for each buffer."""
+        if self.buffer is not None and not self._views:
+            self._views = self._views_in(partial(self.reducer.owned, self.buffer))
+        return self._views
+
+    def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
+        """Copy in values that another communication hook has reduced. Raises ValueError if their number differs."""
+        if reduced.numel() != self.length:
+            raise ValueError(f"the inner hook has returned {reduced.numel()} elements for a bucket of {self.length}")
+        keep(reduced)
+        sources = self._views_in(lambda start, stop: reduced.view(-1)[start:stop])
+        for tensor, target in self.owned_gradients().items():
+            if sources[tensor].data_ptr() != target.data_ptr():
+                target.copy_(sources[tensor])
+
+    def gradients(self, steppable: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
+        """Return the gradient of each shard that this rank owns, None where ``steppable`` is False."""
+        if self.buffer is None and any(steppable):
+            raise RuntimeError("the memory of these gradients was given back: call backward() before the next step()")
+        if self._bound is None or self._bound[0] != steppable:
+            owned = self.owned_gradients()
+            gradients = [owned[self.tensors[place]] if steppable[place] else None for place in self._owned]
+            self._bound = steppable, gradients
+        return self._bound[1]
+
+    def step(self, steppable: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
+        """Step this rank's shards, or raise the error of their step during backward. No-op if that has succeeded."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        if not self.is_stepped_early:
+            with record_function(f"zeroshard::update bucket {self.index}"):
+                self.set_grads(steppable)
+                self._partial.step(arguments)
+
+    def step_early(self) -> None:
+        """Step during backward, when all ranks have all gradients. :meth:`step` raises the error."""
+        try:
+            if not all(self.present):
+                raise RuntimeError(
+                    "a parameter got no gradient in a backward that steps bucket by bucket: build "
+                    "DistributedDataParallel with find_unused_parameters=True"
+                )
+            self.step(self.present, {})
+            self.is_stepped_early = True
+        except Exception as error:  # noqa: BLE001 - reported after all ranks have sent their shards
+            self.failure = error
+
+
+class Rest:
+    """Holds the parameters that are in no bucket. A step uses their ``.grad`` and broadcasts them after the buckets."""
+
+    def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
+        self.broadcast = broadcast
+        self.shards = [local.shards[index] for index in tensors if index in local.shards]
+        self.detached = [shard for shard in self.shards if shard.is_detached]
+        self._partial = PartialStepper(local, self.shards)
+
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of this rank's shards."""
+        found = [(shard, shard.param.grad) for shard in self.shards]
+        return [None if grad is None else shard.shard.narrow(grad.detach()) for shard, grad in found]
+
+    def step(self, arguments: Mapping[str, object]) -> None:
+        """Step this rank's shards."""
+        with bound_gradients(self.detached):
+            self._partial.step(arguments)
 
 
 class Buckets:
@@ -175,7 +303,7 @@ class Buckets:
         layout = self._layout
         with agreed(self._coordinator, "backward()") as proposal:
             index_of = {param: index for index, param in enumerate(self._local.params)}
-            tensors = [_index_of(bucket, place, index_of, layout.plan) for place in range(len(bucket.params))]
+            tensors = [index_of_param(bucket, place, index_of, layout.plan) for place in range(len(bucket.params))]
             if self._known and self._known.isdisjoint(tensors):
                 raise ValueError(
                     f"bucket {bucket.index} has no parameter that was reduced before: two models need two optimizers"
@@ -199,58 +327,3 @@ class Buckets:
 
 def _explain_backwards(here: str, there: str, rank: int, other: int) -> str:
     return f"rank {rank} has ended {here}, and rank {other} {there}: ranks must make the same calls on the same model"
-
-
-def settings_of_ignored(params: Sequence[torch.Tensor], layout: Layout, first: int = 0) -> dict[str, int]:
-    """Return settings that differ between ranks if parameters do that DistributedDataParallel ignores, from ``first``.
-
-    All ranks get the owner's values of such a parameter in a step. Frozen ones are not stepped.
-    """
-    return {
-        f"with a communication hook, the checksum of {label_in(layout.plan, index)}, which DistributedDataParallel "
-        f"ignores (give experts, one per rank, an optimizer of their own),": digest_of(params[index])
-        for index in range(first, len(params))
-        if params[index].requires_grad and is_ignored_by_ddp(params[index])
-    }
-
-
-def _index_of(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, int], plan: Plan) -> int:
-    """Return the tensor index of a parameter. Raises ValueError if it is unknown, or its gradients cannot be sent."""
-    param = bucket.params[place]
-    index = index_of.get(param)
-    if index is None:
-        raise ValueError(
-            f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
-            f"have: give it all, or freeze others before DistributedDataParallel is built"
-        )
-    if refusal := _refusal(bucket, place):
-        raise ValueError(f"{label_in(plan, index)} {refusal}; or train without a communication hook")
-    return index
-
-
-def _refusal(bucket: Bucket, place: int) -> str:
-    """Return why a gradient cannot be sent to its owners, and what to do; empty if it can."""
-    param = bucket.params[place]
-    if bucket.buffer.layout is not torch.strided:
-        return "has sparse gradients, which cannot be sent to their owners in a bucket: use sparse=False"
-    if param.is_complex():
-        return "is complex, and DistributedDataParallel reduces its gradients as real numbers: use real parameters"
-    if bucket.gradients[place].dtype != param.dtype:
-        return f"is {param.dtype}, and mixed precision of DistributedDataParallel cannot be combined with the hooks"
-    if bucket.present[place] and not _has_order(bucket, place):
-        return "has changed its memory format since DistributedDataParallel was built: convert the model before"
-    return ""
-
-
-def _has_order(bucket: Bucket, place: int) -> bool:
-    """Return True if a gradient is laid out in its bucket like its parameter. May read the whole gradient."""
-    param, view = bucket.params[place], bucket.gradients[place]
-    grad = param.grad
-    if param.dim() < 2 or grad is None or type(grad) is GradPlaceholder:
-        return True
-    if grad.data_ptr() == view.data_ptr() and grad.stride() == param.stride():
-        # The gradient is a view of the bucket.
-        return True
-    offset = int(view.storage_offset()) - int(bucket.buffer.storage_offset())
-    view = gradient_view(bucket.buffer, offset, param.shape, param.stride())
-    return bool(((view == grad) | (grad != grad)).all())

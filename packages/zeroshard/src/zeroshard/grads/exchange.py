@@ -12,8 +12,9 @@ all ranks agree to do so at the first bucket.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,18 +26,17 @@ from zeroshard_comm import BucketReduceWork, Coordinator, agreed
 
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.changes import Seen
-from zeroshard.grads.bucket import Bucket, BucketState
-from zeroshard.grads.buckets import Buckets, settings_of_ignored
+from zeroshard.grads.bucket import Bucket, OwnedGradients, common_device
+from zeroshard.grads.buckets import Buckets, BucketState
+from zeroshard.grads.ddp_checks import settings_of_ignored
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradNorms
-from zeroshard.grads.owned import OwnedGradients, common_device
 from zeroshard.grads.placeholder import Reduced
 from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.table import Advice, GradTable
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, with_settings
 
@@ -112,9 +112,10 @@ class GradExchange(GradSource):
         norms: bool,
     ) -> None:
         self._coordinator, self._guard, self._local, self._calls, self.mode = coordinator, guard, local, calls, mode
+        self._is_interleaved = mode is StepMode.PER_BUCKET
         with agreed(coordinator, "a communication hook's first call") as proposal:
             device = common_device(local.params, layout)
-            if mode.is_interleaved:
+            if self._is_interleaved:
                 local.check_may_detach()
             if not isinstance(norms, bool):
                 raise ValueError(
@@ -124,8 +125,9 @@ class GradExchange(GradSource):
         steps_early = mode is not StepMode.IN_STEP
         known = GradNorms(coordinator, device, takes_norms=norms, steps_early=steps_early)
         self.table = GradTable(known, [Reduced.ZERO], replace(_ADVICE, used=_USED_EARLY if steps_early else ""))
-        self.bind_to(local)
-        self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=mode.is_interleaved)
+        self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=self._is_interleaved)
+        weak = weakref.ref(self)
+        local.hook_gradients = lambda: found._bound() if (found := weak()) is not None else nullcontext()
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
@@ -201,7 +203,7 @@ class GradExchange(GradSource):
     def _send(self, bucket: Bucket, reduce: Callable[[], _BucketFuture] | None) -> _BucketFuture:
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
-            if self.mode.is_interleaved:
+            if self._is_interleaved:
                 self._decide_early_steps()
             self.is_receiving = True
         state = self.buckets.record_bucket(bucket, reduces=reduce is None)
@@ -217,7 +219,7 @@ class GradExchange(GradSource):
             state.broadcast.expect()
         # A bucket without its own number may be the last one, after which DDP waits for all.
         is_last = bucket.is_last or bucket.announced not in (None, bucket.index)
-        leave = 0 if is_last else 1 if self.mode.is_interleaved else None
+        leave = 0 if is_last else 1 if self._is_interleaved else None
         self._queue.add(partial(self._finish_bucket, state, work, result, done), work, leave=leave)
         return done
 
@@ -369,9 +371,9 @@ class GradExchange(GradSource):
                 f"{mode.value!r} too; build a new optimizer for another hook"
             )
 
-    def rest(self) -> Sequence[LocalShard]:
-        """Return this rank's shards of parameters that are in no bucket, and are not parameters themselves."""
-        return self.buckets.rest.detached
+    def _bound(self) -> AbstractContextManager[None]:
+        """Set the gradients of this rank's shards to the reduced ones, in the block."""
+        return self.table.bound(self.buckets.arrived, self.buckets.rest.detached)
 
     def unreduced_gradients(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients of this rank's shards of parameters that are in no bucket."""

@@ -11,7 +11,7 @@ from zeroshard_comm import Transport
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import foreach_add_, foreach_copy_, storage_users
-from zeroshard.grads.owned import OwnedGradients, gradient_view, runs_of
+from zeroshard.grads.bucket import OwnedGradients, gradient_view, runs_of
 from zeroshard.grads.transient import TransientBuffers
 
 

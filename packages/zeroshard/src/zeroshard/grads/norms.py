@@ -16,7 +16,7 @@ from zeroshard_comm import Coordinator
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import foreach_norm, version_of
-from zeroshard.grads.owned import OwnedGradients
+from zeroshard.grads.bucket import OwnedGradients
 
 INF = float("inf")
 _HALF = (torch.float16, torch.bfloat16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,9 +21,9 @@ from torch.profiler import record_function
 from zeroshard_comm import BucketReduceWork, Coordinator, agreed, choose_transport
 
 from zeroshard._torch_private import disable_dynamo, graph_task_id, in_autograd, in_nested_task, queue_callback
+from zeroshard.grads.bucket import common_device
 from zeroshard.grads.held import HeldBucket, buckets_of
 from zeroshard.grads.norms import GradNorms
-from zeroshard.grads.owned import common_device
 from zeroshard.grads.placeholder import GradPlaceholder, Reduced
 from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.grads.stream import ReductionQueue
@@ -99,7 +99,10 @@ class ShardedGradients(GradSource):
         """The memory that peers may still read, until the next bucket is finished."""
         self._queued: set[int] = set()
         """The graph tasks of autograd at whose end a callback of this object is due."""
-        self.bind_to(local)
+        weak = weakref.ref(self)
+        local.hook_gradients = lambda: (
+            found.table.bound(found.buckets) if (found := weak()) is not None else nullcontext()
+        )
         self.lay_out(layout)
 
     @property

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 
+from zeroshard.grads.bucket import OwnedGradients
 from zeroshard.grads.early_steps import EarlySteps
-from zeroshard.grads.owned import OwnedGradients
 from zeroshard.grads.table import GradTable
-from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
-from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import Layout
 
@@ -26,11 +22,6 @@ class StepMode(Enum):
     IN_STEP = "in step()"
     AFTER_BACKWARD = "after the last bucket"
     PER_BUCKET = "as soon as a bucket is reduced"
-
-    @property
-    def is_interleaved(self) -> bool:
-        """True if buckets are stepped and broadcast while others are being reduced."""
-        return self is StepMode.PER_BUCKET
 
 
 class GradSource(ABC):
@@ -74,31 +65,6 @@ class GradSource(ABC):
     def unreduced_gradients(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients of this rank's shards of parameters that are in no bucket."""
         return []
-
-    def rest(self) -> Sequence[LocalShard]:
-        """Return this rank's shards of parameters that are in no bucket, and are not parameters themselves."""
-        return []
-
-    def bind_to(self, local: LocalOptimizer) -> None:
-        """Let a local optimizer step with the gradients of this source."""
-        # Weak, because this object refers to the local optimizer.
-        bound = weakref.WeakMethod(self.bound_gradients)
-        local.hook_gradients = lambda: found() if (found := bound()) is not None else nullcontext()
-
-    @contextmanager
-    def bound_gradients(self) -> Iterator[None]:
-        """Set the gradients of this rank's shards to the reduced ones, in the block."""
-        self.table.refresh()
-        params = [param for state in self.states for param in state.owned_params]
-        before = [param.grad for param in params]
-        try:
-            for state in self.states:
-                state.set_grads(self.table.steppable(state.tensors))
-            with bound_gradients(self.rest()):
-                yield
-        finally:
-            for param, grad in zip(params, before, strict=True):
-                param.grad = grad
 
     def gradients_to_clip(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step uses."""

@@ -11,16 +11,19 @@ compares its entries with it when a backward begins and before a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_
 
 import torch
 from zeroshard_core import Plan
 
+from zeroshard.grads.bucket import OwnedGradients
 from zeroshard.grads.norms import GradNorms
-from zeroshard.grads.owned import OwnedGradients
 from zeroshard.grads.placeholder import GradPlaceholder, Reduced
+from zeroshard.local.optimizer import bound_gradients
+from zeroshard.local.shard import LocalShard
 from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
@@ -220,6 +223,24 @@ class GradTable:
     def use(self) -> None:
         """Mark reduced gradients as USED when a step begins."""
         self._reduced = [_USED if each is _REDUCED else each for each in self._reduced]
+
+    @contextmanager
+    def bound(self, states: Sequence[OwnedGradients], rest: Sequence[LocalShard] = ()) -> Iterator[None]:
+        """Set the gradients of this rank's shards to the reduced ones, in the block.
+
+        ``rest`` are shards of parameters that are in no bucket, and are not parameters themselves.
+        """
+        self.refresh()
+        params = [param for state in states for param in state.owned_params]
+        before = [param.grad for param in params]
+        try:
+            for state in states:
+                state.set_grads(self.steppable(state.tensors))
+            with bound_gradients(rest):
+                yield
+        finally:
+            for param, grad in zip(params, before, strict=True):
+                param.grad = grad
 
     def _held(self, tensor: int) -> RuntimeError:
         """Return the error for adding to a gradient that was reduced."""
