@@ -162,6 +162,8 @@ def _check(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
             )
         if param.is_complex():
             raise ValueError(f"{name!r} is complex, and its gradient cannot be sharded: use real parameters")
+        if getattr(param, "grad_dtype", None) not in (None, param.dtype):
+            raise ValueError(f"{name!r} is {param.dtype}, but its `grad_dtype` is not: its gradient cannot be sharded")
         if is_ignored_by_ddp(param):
             raise ValueError(
                 f"{name!r} is ignored by DistributedDataParallel, but every rank would get rank 0's values of it here: "

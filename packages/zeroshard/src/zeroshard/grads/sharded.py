@@ -239,12 +239,13 @@ class ShardedGradients(GradSource):
 
     def _checked(self, tensor: int) -> torch.Tensor | None:
         """Return the values that this rank has for a gradient. Record an error if they cannot be sent."""
-        value = self.table.local(tensor)
-        if value is None or value.layout is torch.strided:
+        value, dtype = self.table.local(tensor), self._local.params[tensor].dtype
+        if value is None or (value.layout is torch.strided and value.dtype is dtype):
             return value
-        self._failure = self._failure or ValueError(
-            f"{label_in(self._layout.plan, tensor)} has a sparse gradient, which cannot be sharded: use sparse=False"
-        )
+        why = "a sparse gradient, which cannot be sharded: use sparse=False"
+        if value.dtype is not dtype:
+            why = f"a gradient of {value.dtype}, which cannot be sharded: let backward compute it as {dtype}"
+        self._failure = self._failure or ValueError(f"{label_in(self._layout.plan, tensor)} has {why}")
         return None
 
     def _finish_bucket(self, bucket: HeldBucket, buffer: torch.Tensor, work: BucketReduceWork, kept: set[int]) -> None:
