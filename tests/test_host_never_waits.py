@@ -1,5 +1,7 @@
 """The host never waits for the emulated device in twenty iterations: with each hook, partition and training loop.
 
+No stream of these trainings races another one either, which the checker says at the end of each test.
+
 A ``GradScaler`` is the exception: its ``step()`` reads on the host, once, whether all gradients are finite.
 """
 
@@ -15,7 +17,7 @@ from ddp_training import HOOKS, MANY_BUCKETS, batch, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import cutting, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 from zeroshard_testing import assert_replicas_equal
 
 ITERATIONS = 20
@@ -24,32 +26,41 @@ WARM_UP = 3
 
 pytestmark = pytest.mark.ranks(2, backend="emulated")
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
+SHARDED = "sharded gradients"
+"""In place of the name of a hook: the model is not in DDP."""
 
 
 class Training:
     """A model, its sharded optimizer, and a scaler that is used by the loops that name it."""
 
     def __init__(self, hook: str, partition: str, device: torch.device) -> None:
-        model: nn.Module = small_model().to(device)
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS / 2, gradient_as_bucket_view=True)
+        self.model: nn.Module = small_model().to(device)
+        if hook != SHARDED:
+            self.model = DistributedDataParallel(
+                self.model, bucket_cap_mb=MANY_BUCKETS / 2, gradient_as_bucket_view=True
+            )
         self.optimizer = ZeroRedundancyOptimizer(
-            self.ddp.parameters(),
+            self.model.named_parameters(),
             optim.AdamW,
             lr=1e-2,
             partition=cutting(partition),
             overlap_with_ddp=hook in HOOKS[1:],
         )
-        if hook != "none":
-            register(hook, self.ddp, self.optimizer)
+        if isinstance(self.model, DistributedDataParallel):
+            self.no_sync = self.model.no_sync
+            if hook != "none":
+                register(hook, self.model, self.optimizer)
+        else:
+            self.no_sync = shard_gradients(self.model, self.optimizer, bucket_mb=MANY_BUCKETS / 2).no_sync
         self.scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=5)
         self.batches = [batch(number).to(device, torch.float32) for number in range(WARM_UP + ITERATIONS)]
 
     def loss(self, inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.ddp(inputs).square().mean()
+        loss: torch.Tensor = self.model(inputs).square().mean()
         return loss
 
     def params(self) -> list[nn.Parameter]:
-        return list(self.ddp.parameters())
+        return list(self.model.parameters())
 
 
 def plain(training: Training, inputs: torch.Tensor) -> None:
@@ -58,7 +69,7 @@ def plain(training: Training, inputs: torch.Tensor) -> None:
 
 
 def accumulated_under_no_sync(training: Training, inputs: torch.Tensor) -> None:
-    with training.ddp.no_sync():
+    with training.no_sync():
         training.loss(inputs).backward()
     plain(training, inputs)
 
@@ -72,6 +83,23 @@ def clipped_by_torch(training: Training, inputs: torch.Tensor) -> None:
 def clipped_by_the_optimizer(training: Training, inputs: torch.Tensor) -> None:
     training.loss(inputs).backward()
     training.optimizer.clip_grad_norm_(0.01)
+    training.optimizer.step()
+
+
+def added_at_the_owners(training: Training, inputs: torch.Tensor) -> None:
+    training.loss(inputs).backward()
+    training.loss(inputs * 0.5).backward()
+    clipped_by_torch(training, inputs)
+
+
+def zeroed(training: Training, inputs: torch.Tensor) -> None:
+    plain(training, inputs)
+    training.optimizer.zero_grad(set_to_none=False)
+    accumulated_under_no_sync(training, inputs)
+
+
+def of_some_params(training: Training, inputs: torch.Tensor) -> None:
+    training.loss(inputs).backward(inputs=training.params()[-3:])
     training.optimizer.step()
 
 
@@ -90,7 +118,7 @@ def scaled_and_clipped(training: Training, inputs: torch.Tensor) -> None:
 
 
 def scaled_and_accumulated(training: Training, inputs: torch.Tensor) -> None:
-    with training.ddp.no_sync():
+    with training.no_sync():
         training.scaler.scale(training.loss(inputs)).backward()
     scaled(training, inputs)
 
@@ -99,6 +127,7 @@ Loop = Callable[[Training, torch.Tensor], None]
 # The hooks that step during backward refuse clipping and scalers.
 IN_ANY_MODE: list[Loop] = [plain, accumulated_under_no_sync]
 IN_STEP: list[Loop] = [*IN_ANY_MODE, clipped_by_torch, clipped_by_the_optimizer]
+ON_SHARDED: list[Loop] = [*IN_STEP, added_at_the_owners, zeroed, of_some_params]
 SCALED: list[Loop] = [scaled, scaled_and_clipped, scaled_and_accumulated]
 
 
@@ -130,8 +159,23 @@ def test_the_host_never_waits(
     assert_replicas_equal(training.params())
 
 
+@pytest.mark.parametrize("partition", ["whole", "split", "level"])
+@pytest.mark.parametrize("loop", [pytest.param(loop, id=loop.__name__) for loop in ON_SHARDED])
+def test_the_host_never_waits_for_sharded_gradients(
+    device: torch.device,
+    host_never_waits: Callable[[], AbstractContextManager[None]],
+    partition: str,
+    loop: Loop,
+) -> None:
+    training = Training(SHARDED, partition, device)
+    train(training, loop, training.batches[:WARM_UP])
+    with host_never_waits():
+        train(training, loop, training.batches[WARM_UP:])
+    assert_replicas_equal(training.params())
+
+
 @PARTITIONS
-@pytest.mark.parametrize(("hook", "loop"), of_each_hook(SCALED, ("none", "owner")))
+@pytest.mark.parametrize(("hook", "loop"), of_each_hook(SCALED, ("none", "owner", SHARDED)))
 def test_the_host_waits_once_an_iteration_with_a_scaler(
     device: torch.device,
     device_costs: Callable[[], AbstractContextManager[Any]],
