@@ -108,15 +108,19 @@ class ModelHooks:
             return
         self._guard.check_broken()
         source.release()
-        self._check_params()
+        if self._are_params_replaced():
+            return
         self._hook_params()
         if self._must_broadcast:
             self.broadcast([*self._members(self._buffer_dicts)])
         self._must_broadcast = self._broadcasts_buffers and not source.accumulates
 
-    def _check_params(self) -> None:
+    def _are_params_replaced(self) -> bool:
+        """Return True in functional_call() with other tensors, which are no parameters; raise if the model changed."""
         now = [*self._members(self._param_dicts)]
         if len(now) != len(self._params) or not all(map(is_, now, self._params)):
+            if not all(isinstance(param, nn.Parameter) for param in now):
+                return True
             raise RuntimeError(
                 "parameters of the model were replaced after shard_gradients(), as by load_state_dict(assign=True): "
                 "load and convert the model before the optimizer is built"
@@ -125,6 +129,7 @@ class ModelHooks:
             raise RuntimeError(
                 "the model was moved or converted after shard_gradients(): do that before the optimizer is built"
             )
+        return False
 
     @disable_dynamo
     def after_forward(self, _module: object, _arguments: object, output: object) -> None:
