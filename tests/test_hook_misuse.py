@@ -189,12 +189,16 @@ def test_gradients_that_add_up_over_reducing_backwards(hook: str) -> None:
     twins.backward(twins.ddp, 1)
     with pytest.raises(RuntimeError, match=TOLD):
         twins.backward(twins.ddp, 2)
+    with pytest.raises(RuntimeError, match=f"the last backward has not stepped: .*{TOLD}"):
+        twins.optimizer.step()
     # The step of the first backward; the second has changed nothing.
-    twins.optimizer.step()
     twins.plain.zero_grad()
     twins.backward(twins.plain_ddp, 1)
     twins.plain.step()
     twins.check("after the refusal")
+    twins.optimizer.load_state_dict(twins.plain.state_dict())
+    twins.iterate(2)
+    twins.check("after a state was loaded")
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -9,7 +9,9 @@ import torch
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype")
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameters' dtype"
+)
 
 
 class WideGradients(torch.autograd.Function):

@@ -33,8 +33,8 @@ class Ceiling:
 
 CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1820),
-    "zeroshard_comm": Ceiling(3135),
-    "zeroshard": Ceiling(9441, "the command zeroshard plan is counted with it"),
+    "zeroshard_comm": Ceiling(3213),
+    "zeroshard": Ceiling(9511, "the command zeroshard plan is counted with it"),
     "zeroshard_integrations": Ceiling(1378),
     "zeroshard_testing": Ceiling(7180, "the emulated device is counted with it"),
 }

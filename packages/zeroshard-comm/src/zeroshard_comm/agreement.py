@@ -8,6 +8,9 @@ which decides what all ranks raise.
 
 Ranks that wait for a lost rank notice it, and tell the others in the same agreement. If a rank is lost between two
 rounds, some ranks may have received its word, and raise only in the next agreement.
+
+A rank that raises outside of an agreement *tells* the others: it writes its error to the store, and sends its word of
+the next agreement at once, with the bit for "failed". Its own next agreement uses this word, so all ranks raise there.
 """
 
 from __future__ import annotations
@@ -91,6 +94,8 @@ class Coordinator:
         position: must be equal on all ranks in every operation; None if it does not matter. The caller changes it at
             the same time on all ranks.
         flagged: whether any rank set ``flag`` in the last :meth:`agree`, also if that raised.
+        told: type and message of an error of :meth:`tell` that the next :meth:`agree` raises; None without one.
+        defers: whether :meth:`agree` keeps an error of :meth:`tell`, instead of raising it. Equal on all ranks.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
@@ -98,7 +103,8 @@ class Coordinator:
         self.traffic = traffic if traffic is not None else Traffic()
         self.is_single_rank = ranks.world_size == 1 or not ranks.moves_data()
         self.position: Position | None = None
-        self.flagged = False
+        self.flagged = self.defers = False
+        self.told: tuple[str, str] | None = None
         has_gloo = self.is_single_rank or ranks.sends_tagged(torch.device("cpu"))
         # The group of the first agreement.
         self._first = ranks if has_gloo else ranks.private_group("gloo", "control")
@@ -141,12 +147,18 @@ class Coordinator:
             Exception: if a rank passed an error. It has the same built-in type, and a message that names the rank; on
                 that rank the error is its cause, or the error itself, with its own cause, if all ranks have the same.
         """
+        if self.told is not None and not self.defers:
+            error, self.told = error or rebuild_exception(*self.told), None
         self.flagged, failure = flag, error
         if not self.is_single_rank:
             with self.exclusive(operation):
                 combined = self._combine_words(operation, digest, error, flag=flag)
+                while combined & _FAILED and self._is_only_told():
+                    combined = self._combine_words(operation, digest, error, flag=flag)
                 self.flagged = bool(combined & _FLAG)
-                if combined & _FAILED or not is_unanimous(combined):
+                if self.told is not None and not self.defers:
+                    failure, self.told = rebuild_exception(*self.told), None
+                elif combined & _FAILED or not is_unanimous(combined):
                     held = "" if is_unanimous(combined) else detail()
                     failure = self._exchange_errors(operation, digest, held, error, explain)
         if failure is None:
@@ -161,6 +173,17 @@ class Coordinator:
             failure.__context__ = context or failure.__context__
             # Break the cycle of the error and its traceback, so that objects in its frames are freed at once.
             del failure, error, context
+
+    def tell(self, error: Exception) -> None:
+        """Let the next agreement of every rank raise an error that this rank raises alone now. Not collective.
+
+        It raises nothing if all ranks have told one. Of the errors of a rank, it raises the first.
+        """
+        context = self.ranks.context
+        # If a rank is gone, the next agreement raises.
+        with context.busy, suppress(RuntimeError):
+            if context.connections is not None and not context.closed:
+                context.connections.tell(_FAILED, (builtin_name(error), str(error)))
 
     def gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
         """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
@@ -245,6 +268,16 @@ class Coordinator:
         if context.connections is None and is_unanimous(combined) and not combined & _FAILED:
             context.connections = Connections(self._first)
         return combined
+
+    def _is_only_told(self) -> bool:
+        """Return True if ranks have told errors, and agree again because this agreement does not raise them."""
+        connections, ranks = self.ranks.context.connections, range(self.ranks.world_size)
+        errors = connections.told() if connections is not None else {}
+        if not 0 < len(errors) < len(ranks):
+            return bool(errors)
+        reports = [RankReport(rank, "", "", None, "", *errors.get(rank, ("", ""))) for rank in ranks]
+        self.told = resolve_errors(reports, None)
+        return self.defers
 
     def _combine(self, numbers: torch.Tensor, tag: int, operation: str, lost: PeerLostError | None) -> torch.Tensor:
         connections = self.ranks.context.connections

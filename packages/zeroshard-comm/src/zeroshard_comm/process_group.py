@@ -45,6 +45,14 @@ class GroupConnections(ABC):
         """Return the bitwise OR over all ranks. Collective."""
 
     @abstractmethod
+    def tell(self, number: int, error: tuple[str, str]) -> None:
+        """Send this rank's number of the next :meth:`combine` now, and write an error for :meth:`told`."""
+
+    @abstractmethod
+    def told(self) -> dict[int, list[str]]:
+        """Return the errors that ranks have told for the last :meth:`combine`, by rank."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close this rank's connections, so that no rank waits for it."""
 

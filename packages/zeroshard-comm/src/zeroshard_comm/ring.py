@@ -10,8 +10,10 @@ it adds its number to the notice, so that all ranks name it, also ranks that com
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -68,11 +70,34 @@ class Connections(GroupConnections):
         self.channel = RankGroup(group, self._rank, self._size, self._timeout)
         has_ring = self._size <= MOST_RANKS
         self._ring = Ring(self._connect("ring"), self._timeout, self._notice) if has_ring else None
+        self._told: torch.Tensor | None = None
+        # Calls of `combine`, as many on all ranks.
+        self._calls = 0
+
+    def tell(self, number: int, error: tuple[str, str]) -> None:
+        """Send this rank's number of the next :meth:`combine` now (in rounds, then), and write an error for it."""
+        if self._told is None:
+            # Keeps the error of the call before, which others may not have read. get() waits until the store has this.
+            key = f"error {(1 + self._calls) % 2}: {self._rank}"
+            self._notice.store.set(key, json.dumps([1 + self._calls, *error]))
+            self._notice.store.get(key)
+            self._told = torch.tensor([number], dtype=torch.int64, device="cpu")
+            if self._ring is not None:
+                self._ring.begin(self._told)
+
+    def told(self) -> dict[int, list[str]]:
+        """Return the errors that ranks have told for the last :meth:`combine`, by rank."""
+        store, keys = self._notice.store, {rank: f"error {self._calls % 2}: {rank}" for rank in range(self._size)}
+        found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        return {rank: error for rank, (call, *error) in found.items() if call == self._calls}
 
     def combine(
         self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: PeerLostError | None = None
     ) -> torch.Tensor:
         """Return the bitwise OR over all ranks, see :func:`~zeroshard_comm.rounds.combine_in_rounds`."""
+        self._calls += 1
+        if self._told is not None:
+            numbers, self._told = self._told, None
         if self._ring is None:
             return combine_in_rounds(self.channel, numbers, tag, operation, traffic, lost)
         if lost is None and self._ring.combine(numbers, traffic):
@@ -121,46 +146,47 @@ class Notice:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("zeroshard notice", store)
+        self.store = PrefixStore("zeroshard notice", store)
 
     def remove(self, size: int) -> None:
         """Remove the notice of an earlier group with the same store."""
-        for key in ("why", "who", *[f"is here: {rank}" for rank in range(size)]):
+        of_rank = ("is here", "error 0", "error 1")
+        for key in ("why", "who", *[f"{what}: {rank}" for rank in range(size) for what in of_rank]):
             with suppress(RuntimeError):
-                self._store.delete_key(key)
+                self.store.delete_key(key)
 
     def leave(self, why: str) -> str:
         """Write why this rank leaves the ring, unless a rank has; return why the first one left."""
         with suppress(RuntimeError):
-            return self._store.compare_set("why", "", why).decode()
+            return self.store.compare_set("why", "", why).decode()
         return why
 
     def is_there(self) -> bool:
         """Return True if a rank has left the ring."""
         with suppress(RuntimeError):
-            return bool(self._store.check(["why"]))
+            return bool(self.store.check(["why"]))
         return True
 
     def absent(self, rank: int, size: int) -> int | None:
         """Sign in, wait until all ranks have, and return the first one that has not; None if all have."""
         keys = [f"is here: {other}" for other in range(size)]
         with suppress(RuntimeError):
-            self._store.set(keys[rank], "")
+            self.store.set(keys[rank], "")
             with suppress(RuntimeError):
-                self._store.wait(keys, _TO_NAME)
-            return next((other for other, key in enumerate(keys) if not self._store.check([key])), None)
+                self.store.wait(keys, _TO_NAME)
+            return next((other for other, key in enumerate(keys) if not self.store.check([key])), None)
         return None
 
     def name(self, peer: int | None) -> None:
         """Write which rank was lost, unless a rank has. None, for unknown, is replaced once a rank knows."""
         with suppress(RuntimeError):
-            self._store.compare_set("who", "", "" if peer is None else str(peer))
+            self.store.compare_set("who", "", "" if peer is None else str(peer))
 
     def named(self, rank: int, operation: str) -> PeerLostError | None:
         """Return an error with the lost rank in the notice; None if there is none, or the notice names this rank."""
         with suppress(RuntimeError):
-            if self._store.check(["who"]):
-                who = self._store.get("who").decode()
+            if self.store.check(["who"]):
+                who = self.store.get("who").decode()
                 return None if who == str(rank) else lost_by_another(rank, int(who) if who else None, operation)
         return None
 
@@ -178,6 +204,13 @@ class Ring:
         self._reduce.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
         # This rank leaves a notice at its timeout, before gloo closes the connections.
         self._reduce.timeout = self._to_all.timeout = timeout + _GLOO_GRACE
+        self._begun: dist.Work | None = None
+
+    def begin(self, number: torch.Tensor) -> None:
+        """Begin to combine one number. The next :meth:`combine`, of the same tensor, waits for it."""
+        self._begun = self._group.allreduce([number], self._reduce)  # type: ignore[attr-defined]
+        # If no rank answers, dropping the group, or the end of the process, would wait for the timeout.
+        self._ending = weakref.finalize(self, close_connections, self._group)
 
     def combine(self, numbers: torch.Tensor, traffic: Traffic) -> bool:
         """Replace numbers by the OR over all ranks. Return False if that failed; some ranks may be missing then."""
@@ -185,7 +218,11 @@ class Ring:
         with suppress(RuntimeError):
             # The stubs lack these methods of the group. An error must not hold its work, because a work that is not
             # freed keeps connections open.
-            if 1 < len(numbers) <= _MOST_FOR_ALL:
+            if self._begun is not None:
+                self._wait(self._begun)
+                self._ending.detach()
+                self._begun = None
+            elif 1 < len(numbers) <= _MOST_FOR_ALL:
                 copies = self._group.size() - 1
                 rows = numbers.repeat(1 + copies, 1)
                 everyones = torch.empty_like(rows)

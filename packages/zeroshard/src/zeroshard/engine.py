@@ -15,7 +15,8 @@ from zeroshard.changes import Changes
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import StepChecks
 from zeroshard.debug.describe import OptimizerDescription, describe
-from zeroshard.grads.exchange import GradExchange, StepCalls
+from zeroshard.grads.early_steps import StepCalls
+from zeroshard.grads.exchange import GradExchange
 from zeroshard.grads.sharded import ShardedGradients, ShardingSettings
 from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.guard import Guard

@@ -57,13 +57,18 @@ class Stepper:
         if may_be_torchs and not self.metadata.described and is_torchs_own_step(local.params, local.groups):
             return self.init_state()
         if exchange is not None and early is not None:
-            # Only this rank raises the errors of a loop that it has found wrong.
-            if closure is not None or arguments:
-                raise ValueError(
-                    "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
-                    "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
-                )
-            return exchange.accept_step()
+            early.check_refused()
+            try:
+                if closure is not None or arguments:
+                    raise ValueError(
+                        "this optimizer is stepped during backward by its communication hook, so step() takes neither "
+                        "a closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
+                    )
+                return exchange.accept_step()
+            except Exception as raised:
+                # Only this rank knows, because this sends nothing else.
+                self.coordinator.tell(raised)
+                raise
         error: Exception | None = None
         if arguments and len(local.members) > 1:
             error = TypeError(

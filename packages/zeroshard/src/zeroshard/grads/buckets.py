@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -187,6 +188,13 @@ class Buckets:
             local.detach_shards()
         self.lay_out(layout)
 
+    @property
+    def broadcasts(self) -> list[ParamBroadcast]:
+        """The broadcasts of the last backward's buckets and of the rest; empty if all are broadcast together."""
+        if not self.broadcasts_each:
+            return []
+        return [*[state.broadcast for state in self.arrived], self.rest.broadcast]
+
     def lay_out(self, layout: Layout) -> None:
         """Adopt a layout that has passed :meth:`check_layout`, or parameters that have moved."""
         self._layout = layout
@@ -246,6 +254,20 @@ class Buckets:
         missing = [i for i, (param, was) in enumerate(active) if (was or param.requires_grad) and i not in arrived]
         unused = [i for i in missing if params[i].grad is None or not params[i].requires_grad] or missing
         return ", ".join(label_in(self._layout.plan, i) for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
+
+    def numbered(self, bucket: Bucket, *, is_first: bool) -> Bucket:
+        """Number a bucket by its arrival, because DDP numbers all of them 0 in the first backward of a static graph."""
+        before = self.arrived
+        if is_first or (0 < bucket.index == len(before) and not before[-1].is_last):
+            return bucket
+        seen = {param for other in before for param in other.params}
+        if not seen.isdisjoint(bucket.params):
+            raise RuntimeError("an earlier backward did not come to its end on this rank")
+        if not before or before[-1].is_last or bucket.index not in (0, len(before)):
+            raise RuntimeError(
+                "buckets of two models arrive in one backward: each model needs an optimizer and a backward of its own"
+            )
+        return replace(bucket, index=len(before), announced=bucket.index)
 
     def record_bucket(self, bucket: Bucket, *, reduces: bool) -> BucketState:
         """Record a bucket that arrives; index 0 begins a backward. Collective if it has other parameters than before.

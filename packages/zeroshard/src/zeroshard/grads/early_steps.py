@@ -1,25 +1,57 @@
-"""Checks the training loop of a hook that steps during backward: one such backward for each call of ``step()``."""
+"""Checks the loop if shards are stepped during backward: one such backward for each ``step()``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from zeroshard.changes import Seen
 from zeroshard.guard import Guard
 
 
-class EarlySteps:
-    """Counts the backwards that have stepped."""
+@dataclass(frozen=True)
+class StepCalls:
+    """The functions that step during backward and check the loop. They do not keep the optimizer alive.
 
-    def __init__(self, guard: Guard, has_new_hyperparameters: Callable[[], bool]) -> None:
-        self._guard, self._has_new_hyperparameters = guard, has_new_hyperparameters
+    ``look`` looks at the model, with True when a backward begins. ``step`` makes the step that ends a backward, given
+    the result of ``look`` or None; it is collective. ``has_new_hyperparameters`` says whether one was changed since the
+    last step. ``edited_state`` names a tensor whose state was edited since then; empty if none is known.
+    """
+
+    look: Callable[[bool], Seen]
+    step: Callable[[Seen | None], object]
+    has_new_hyperparameters: Callable[[], bool]
+    edited_state: Callable[[], str]
+
+
+class EarlySteps:
+    """Counts the backwards that have stepped. ``seen`` is what was seen of the loop when a backward began."""
+
+    def __init__(self, guard: Guard, calls: StepCalls) -> None:
+        self._guard, self._calls = guard, calls
+        self.seen: Seen | None = None
         self._backwards = 0
         self._unstepped = ""
         """The reason why the last backward failed to step; empty if it did not fail."""
 
-    def make_step(self, step: Callable[[], object]) -> None:
-        """Make the step of a backward, and record whether it has succeeded."""
+    def make_step(self, prepare: Callable[[], object], skipped: str) -> None:
+        """Make the step of a backward, and record whether it has succeeded.
+
+        ``prepare`` raises if no step can be made; ``skipped`` says why a backward has reduced nothing.
+        """
+        # An error in it has frames, which refer to the optimizer.
+        seen, self.seen = self.seen, None
         try:
-            step()
+            if skipped:
+                raise RuntimeError(skipped)
+            if seen is not None and not seen.is_agreed:
+                seen = self._calls.look(False)
+            elif seen is not None:
+                try:
+                    prepare()
+                except RuntimeError as error:
+                    seen = replace(seen, error=error)
+            self._calls.step(seen)
         except BaseException as raised:
             self._unstepped = f"the last backward has not stepped: {raised}"
             raise
@@ -37,19 +69,19 @@ class EarlySteps:
         if refusal := self._guard.refused or self._unstepped:
             raise RuntimeError(refusal)
 
-    def accept_step(self, changed: str, edited: str, *, has_gradients: bool) -> None:
+    def accept_step(self, changed: str, *, has_gradients: bool) -> None:
         """Accept a call of ``step()`` if one backward has stepped, and the loop has changed nothing that it uses.
 
-        ``changed`` and ``edited`` name a tensor whose gradient, or whose state, the loop has changed since. If this
-        raises a RuntimeError, further steps raise it too, until a state is loaded.
+        ``changed`` names a tensor whose gradient the loop has changed since. If this raises a RuntimeError, further
+        steps raise it too, until a state is loaded.
         """
         backwards, self._backwards = self._backwards, 0
         found = ""
         if backwards > 1:
             found = f"{backwards} backwards have stepped since the last call of step()"
-        elif backwards and self._has_new_hyperparameters():
+        elif backwards and self._calls.has_new_hyperparameters():
             found = "a hyperparameter was changed after the backward that has stepped with it"
-        elif backwards and edited:
+        elif backwards and (edited := self._calls.edited_state()):
             found = f"the state of {edited} was changed after the backward that has stepped with it"
         elif backwards and changed:
             found = f"the gradient of {changed} was removed or set to zero after the backward that has stepped with it"

@@ -5,8 +5,8 @@ that it overlaps with backward. If a transport needs the same order on all ranks
 reductions: after the last bucket, or one bucket later if each is stepped as soon as it is reduced.
 
 At the end of each backward all ranks agree that it was the same backward with the same buckets. They exchange which
-tensors have gradients only if a rank lacks one. A hook that steps bucket by bucket changes the order of operations, so
-all ranks agree to do so at the first bucket.
+tensors have gradients only if a rank lacks one. A hook that steps in backward agrees at the first bucket, too: whether
+to step bucket by bucket, which changes the order of operations, and whether a rank has an error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.futures import Future
 from torch.profiler import record_function
-from zeroshard_comm import BucketReduceWork, Coordinator, agreed
+from zeroshard_comm import BucketReduceWork, Coordinator, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.changes import Seen
 from zeroshard.grads.bucket import Bucket, OwnedGradients, common_device
 from zeroshard.grads.buckets import Buckets, BucketState
 from zeroshard.grads.ddp_checks import settings_of_ignored
-from zeroshard.grads.early_steps import EarlySteps
+from zeroshard.grads.early_steps import EarlySteps, StepCalls
 from zeroshard.grads.norms import GradNorms
 from zeroshard.grads.placeholder import Reduced
 from zeroshard.grads.source import GradSource, StepMode
@@ -44,7 +43,6 @@ _BucketFuture = Future[torch.Tensor]
 _ADVICE = Advice(
     held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it",
     used="",
-    begun=". Wrap the model again: DistributedDataParallel has begun this backward",
     unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
     "no_sync(), and must not be; or a parameter is unused, which needs find_unused_parameters=True, or was frozen: "
     "wrap the model again",
@@ -52,21 +50,6 @@ _ADVICE = Advice(
 _USED_EARLY = ". To accumulate gradients, use ddp.no_sync() or reduce_to_owner_hook"
 _PATIENCE = 5.0
 """Seconds for which a rank with an incomplete backward waits for slower ranks."""
-
-
-@dataclass(frozen=True)
-class StepCalls:
-    """The functions that step during backward and check the loop. They do not keep the optimizer alive.
-
-    ``look`` looks at the model, with True when a backward begins. ``step`` makes the step that ends a backward, given
-    the result of ``look`` or None; it is collective. ``has_new_hyperparameters`` says whether one was changed since the
-    last step. ``edited_state`` names a tensor whose state was edited since then; empty if none is known.
-    """
-
-    look: Callable[[bool], Seen]
-    step: Callable[[Seen | None], object]
-    has_new_hyperparameters: Callable[[], bool]
-    edited_state: Callable[[], str]
 
 
 class GradExchange(GradSource):
@@ -134,8 +117,9 @@ class GradExchange(GradSource):
         self._backwards = self._arrived_before = 0
         self.is_receiving = self._may_step = self._steps_buckets = False
         self.uses_all = True
-        self._seen: Seen | None = None
-        self.early_steps = EarlySteps(guard, calls.has_new_hyperparameters) if steps_early else None
+        self._left_out = self._skipped = ""
+        """Why gradients of the last backward are wrong on this rank; why all ranks send nothing in this one."""
+        self.early_steps = EarlySteps(guard, calls) if steps_early else None
 
     def hide_for_rebuild(self) -> None:
         """Prepare for a forward in which DDP rebuilds its buckets, and copies ``param.grad``."""
@@ -170,7 +154,7 @@ class GradExchange(GradSource):
         """
         self._guard.check_broken()
         with self._marked_broken():
-            bucket = self._numbered(bucket)
+            bucket = self.buckets.numbered(bucket, is_first=not self.is_receiving)
         if bucket.index == 0:
             self._guard.check_capture(bucket.params, self._local.plan)
             self.table.begin()
@@ -186,26 +170,17 @@ class GradExchange(GradSource):
             self._guard.mark_broken(error)
             raise
 
-    def _numbered(self, bucket: Bucket) -> Bucket:
-        """Number a bucket by its arrival, because DDP numbers all of them 0 in the first backward of a static graph."""
-        before = self.buckets.arrived
-        if not self.is_receiving or (0 < bucket.index == len(before) and not before[-1].is_last):
-            return bucket
-        seen = {param for other in before for param in other.params}
-        if not seen.isdisjoint(bucket.params):
-            raise RuntimeError("an earlier backward did not come to its end on this rank")
-        if not before or before[-1].is_last or bucket.index not in (0, len(before)):
-            raise RuntimeError(
-                "buckets of two models arrive in one backward: each model needs an optimizer and a backward of its own"
-            )
-        return replace(bucket, index=len(before), announced=bucket.index)
-
     def _send(self, bucket: Bucket, reduce: Callable[[], _BucketFuture] | None) -> _BucketFuture:
+        done: _BucketFuture = Future(devices=self._devices)
+        if bucket.index == 0 and self.early_steps is not None and not self._skipped:
+            self._agree_to_begin(self.early_steps)
+        if self._skipped:
+            # An error would leave DistributedDataParallel in the middle of a backward.
+            done.set_result(bucket.buffer)
+            return done
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
-            if self._is_interleaved:
-                self._decide_early_steps()
-            self.is_receiving = True
+            self.is_receiving = self._coordinator.defers = True
         state = self.buckets.record_bucket(bucket, reduces=reduce is None)
         self.table.launch(state.tensors)
         # From now on the other hook may write to the bucket in a thread. `beside` comes after what the hook queues now:
@@ -213,7 +188,6 @@ class GradExchange(GradSource):
         result = reduce() if reduce is not None else None
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer) if reduce is None else None
-        done: _BucketFuture = Future(devices=self._devices)
         if self._steps_buckets and self.buckets.transport.uses_thread:
             # Post receives before the worker thread may send, so that their order is fixed.
             state.broadcast.expect()
@@ -258,9 +232,16 @@ class GradExchange(GradSource):
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
             Exception: any error of a step, if shards are stepped during backward.
         """
-        self._end_reductions()
+        self._left_out, self.table.left_out = self.table.left_out, ""
+        skipped, self._skipped = self._skipped, ""
+        if not skipped:
+            self._end_reductions()
         if self.early_steps is not None:
-            self._step(self.early_steps)
+            self.early_steps.make_step(self.prepare_step, skipped)
+        elif self._left_out:
+            error = RuntimeError(self._left_out)
+            self._coordinator.tell(error)
+            raise error
 
     @disable_dynamo
     def end_of_autograd(self) -> None:
@@ -269,7 +250,8 @@ class GradExchange(GradSource):
         A callback of autograd calls this at the end of a backward, or of one nested in it by activation checkpoints.
         """
         arrived = self.buckets.arrived
-        if self.is_receiving and len(arrived) > 1 and all(state.announced == 0 for state in arrived):
+        is_static = self.is_receiving and len(arrived) > 1 and all(state.announced == 0 for state in arrived)
+        if is_static or self._skipped:
             self.end()
         self._arrived_before = len(arrived)
 
@@ -284,7 +266,7 @@ class GradExchange(GradSource):
                 with record_function("zeroshard::norms"):
                     self.table.norms.exchange()
         finally:
-            self.is_receiving = False
+            self.is_receiving = self._coordinator.defers = False
 
     def _drain(self) -> Exception | None:
         """Wait for all reductions. Return the first error of one, which the agreement raises on every rank."""
@@ -307,6 +289,8 @@ class GradExchange(GradSource):
             if not self._guard.broken:
                 self._end_reductions()
             raise error
+        if self._skipped or self._left_out:
+            raise RuntimeError(self._skipped or self._left_out)
         self.table.refresh()
         self.buckets.check_outside()
 
@@ -335,9 +319,7 @@ class GradExchange(GradSource):
     @property
     def broadcasts(self) -> Sequence[ParamBroadcast]:
         """The broadcasts for which a step waits, by bucket; empty if all parameters are broadcast together."""
-        if not self.buckets.broadcasts_each:
-            return []
-        return [*[state.broadcast for state in self.buckets.arrived], self.buckets.rest.broadcast]
+        return self.buckets.broadcasts
 
     def accept_step(self) -> None:
         """Accept a call of ``step()`` for a backward that has stepped already.
@@ -346,11 +328,10 @@ class GradExchange(GradSource):
             RuntimeError: if the loop has since changed something that the step uses, or gradients were never reduced.
         """
         assert self.early_steps is not None
-        self.early_steps.check_refused()
         changed = self.table.changed()
         self.prepare_step()
         has_gradients = any(self.table.steppable(range(len(self._local.params))))
-        self.early_steps.accept_step(changed, self._calls.edited_state(), has_gradients=has_gradients)
+        self.early_steps.accept_step(changed, has_gradients=has_gradients)
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
         """Step and broadcast, bucket by bucket, what backward has not stepped."""
@@ -399,23 +380,20 @@ class GradExchange(GradSource):
         """Return the checksums of parameters that DistributedDataParallel ignores, which must be equal on all ranks."""
         return settings_of_ignored(params, layout, first)
 
-    def _decide_early_steps(self) -> None:
-        """Decide whether buckets are stepped early: only if nothing has changed on any rank. Collective."""
-        self._local.copy_attributes()
-        seen = self._calls.look(True)
-        is_alike = seen.error is None and not seen.is_new
+    def _agree_to_begin(self, early_steps: EarlySteps) -> None:
+        """Skip a backward if a rank has an error. Step buckets early if no rank has changed anything. Collective."""
+        seen, error = None, RuntimeError(self.table.left_out) if self.table.left_out else None
+        if self._is_interleaved:
+            self._local.copy_attributes()
+            seen = self._calls.look(True)
+        is_alike = seen is not None and seen.error is None and not seen.is_new
         may_step = is_alike and self.uses_all and self._local.may_step_in_parts
-        self._steps_buckets = not self._coordinator.agree("backward()", self._backwards, flag=not may_step)
-        self._may_step, self._seen = self._steps_buckets, replace(seen, is_agreed=self._steps_buckets)
-
-    def _step(self, early_steps: EarlySteps) -> None:
-        # An error in it has frames, which refer to the optimizer.
-        seen, self._seen = self._seen, None
-        if seen is not None and not seen.is_agreed:
-            seen = self._calls.look(False)
-        elif seen is not None:
-            try:
-                self.prepare_step()
-            except RuntimeError as error:
-                seen = replace(seen, error=error)
-        early_steps.make_step(partial(self._calls.step, seen))
+        try:
+            steps = not self._coordinator.agree("backward()", 1 + self._backwards, error=error, flag=not may_step)
+        except (PeerLostError, DisagreementError):
+            raise
+        except Exception as raised:  # noqa: BLE001 - raised at the end of this backward
+            self._skipped = str(raised)
+            return
+        self._may_step = self._steps_buckets = steps
+        early_steps.seen = seen and replace(seen, is_agreed=steps)

@@ -232,7 +232,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Copy between a gradient and its bucket, as DDP does in a backward; any other copy raises."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
-    if held is target and held._reduced is Reduced.REDUCING:
+    if held is target and (held._reduced is Reduced.REDUCING or held._table.left_out):
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
         return held
     if held is target or not (private.in_autograd() or held._reduced is Reduced.ZERO):

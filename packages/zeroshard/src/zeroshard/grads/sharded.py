@@ -38,7 +38,6 @@ _BEGIN, _END = "backward()", "the end of backward()"
 _ADVICE = Advice(
     held="call zero_grad() before backward()",
     used="",
-    begun="",
     unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
     "no_sync(), and must not be; or a parameter was unfrozen after forward()",
 )
@@ -189,6 +188,8 @@ class ShardedGradients(GradSource):
                         "gradients by torch.autograd.grad(..., create_graph=True), and call backward() on the sum"
                     )
                 self.table.begin()
+                if self.table.left_out:
+                    raise RuntimeError(self.table.left_out)
                 self._follow_params()
             except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
                 error = raised

@@ -19,6 +19,7 @@ from operator import attrgetter, is_
 import torch
 from zeroshard_core import Plan
 
+from zeroshard._torch_private import queue_callback
 from zeroshard.grads.bucket import OwnedGradients
 from zeroshard.grads.norms import GradNorms
 from zeroshard.grads.placeholder import GradPlaceholder, Reduced
@@ -39,13 +40,11 @@ class Advice:
     Attributes:
         held: what to do where nothing can be added to a reduced gradient.
         used: what else to do where the gradient of the last step is still there; empty if there is nothing else.
-        begun: what else to do if a backward has begun then; empty if there is nothing else.
         unreduced: why a gradient may have values of one rank alone, and what to do.
     """
 
     held: str
     used: str
-    begun: str
     unreduced: str
 
 
@@ -72,6 +71,8 @@ class GradTable:
         """The values that this rank has added to gradients that were set to zero."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_of: dict[int, OwnedGradients] = {}
+        self.left_out = self._to_leave_out = ""
+        """Why this backward leaves out values of this rank: from its first bucket on, and until then."""
 
     def rebuild(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
         """Make slots for norms, and placeholders for parameters that were added or converted; entries are unchanged."""
@@ -122,7 +123,8 @@ class GradTable:
         return ""
 
     def begin(self) -> None:
-        """Begin a backward, before its first bucket is sent; raise if a parameter still has a reduced gradient."""
+        """Begin a backward, before its first bucket is sent; ``left_out`` says if one is still reduced."""
+        self.left_out, self._to_leave_out = self._to_leave_out, ""
         grads = list(map(_grad_of, self._params))
         if GradPlaceholder not in set(map(type, grads)):
             self._reduced, self._expected = [_ABSENT] * len(grads), [None] * len(grads)
@@ -132,7 +134,7 @@ class GradTable:
             if type(grad) is not GradPlaceholder:
                 self._drop(tensor)
             elif self._reduced[tensor] not in self._addable:
-                raise RuntimeError(f"{self._held(tensor)}{self._advice.begun}")
+                self.left_out = self.left_out or self._why_held(tensor)
 
     def launch(self, tensors: Sequence[int]) -> None:
         """Mark gradients as REDUCING, before their bucket is sent with the local values."""
@@ -156,18 +158,18 @@ class GradTable:
                 self._drop(tensor)
 
     def add_local(self, tensor: int, values: torch.Tensor) -> None:
-        """Add values of this rank to a placeholder, as autograd does; raise if it accepts none."""
+        """Add values of this rank to a placeholder, as autograd does; none if it accepts none."""
         if self._reduced[tensor] not in self._addable:
-            raise self._held(tensor)
-        if tensor in self._local:
+            self._leave_out(tensor)
+        elif tensor in self._local:
             self._local[tensor].add_(values)
         else:
             self._local[tensor] = torch.empty_like(self._params[tensor]).copy_(values)
 
     def copy_local(self, tensor: int, place: torch.Tensor) -> torch.Tensor:
-        """Copy the local values, or zeros, to a place in a bucket, as DDP does; raise if the gradient was reduced."""
+        """Copy the local values, or zeros, to a place in a bucket, as DDP does."""
         if self._reduced[tensor] is not _ZERO:
-            raise self._held(tensor)
+            self._leave_out(tensor)
         return place.copy_(self._local[tensor]) if tensor in self._local else place.zero_()
 
     def hide(self) -> None:
@@ -242,7 +244,18 @@ class GradTable:
             for param, grad in zip(params, before, strict=True):
                 param.grad = grad
 
-    def _held(self, tensor: int) -> RuntimeError:
+    def _leave_out(self, tensor: int) -> None:
+        """Record that nothing is added to a reduced gradient, and raise it at the end of a backward without buckets."""
+        if not (self._to_leave_out or self.left_out):
+            self._to_leave_out = self._why_held(tensor)
+            queue_callback(self._raise_left_out)
+
+    def _raise_left_out(self) -> None:
+        error, self._to_leave_out = self._to_leave_out, ""
+        if error:
+            raise RuntimeError(error)
+
+    def _why_held(self, tensor: int) -> str:
         """Return the error for adding to a gradient that was reduced."""
         if self._reduced[tensor] is not _USED:
             why = (
@@ -252,7 +265,7 @@ class GradTable:
         else:
             advice = self._advice.used
             why = f"still has the gradient of the last step: call optimizer.zero_grad() before backward(){advice}"
-        return RuntimeError(f"{label_in(self._plan, tensor)} {why}")
+        return f"{label_in(self._plan, tensor)} {why}"
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient with values of this rank alone."""

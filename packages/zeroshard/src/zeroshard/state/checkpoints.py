@@ -58,12 +58,17 @@ class Checkpoints:
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
         """Load what ``read`` returns, on all ranks or none. Return False if all pass an empty dict. Collective."""
         coordinator, local, metadata = self.coordinator, self.local, self.metadata
-        with agreed(coordinator, "load_state_dict()") as proposal:
-            given, layout = read(), self.layouts.update()
-            rank = coordinator.ranks.rank
-            found = check_load(given, layout.plan, local, metadata, self.schema, rank, from_rank, group)
-            proposal.set(with_settings(layout, found.settings))
-            proposal.flag = found.is_given
+        # An error that one rank has told may ask for this call.
+        coordinator.defers = True
+        try:
+            with agreed(coordinator, "load_state_dict()") as proposal:
+                given, layout = read(), self.layouts.update()
+                rank = coordinator.ranks.rank
+                found = check_load(given, layout.plan, local, metadata, self.schema, rank, from_rank, group)
+                proposal.set(with_settings(layout, found.settings))
+                proposal.flag = found.is_given
+        finally:
+            coordinator.defers, coordinator.told = False, None
         if not coordinator.flagged:
             return False
         part = receive_part(coordinator, found, metadata.consolidated_to)

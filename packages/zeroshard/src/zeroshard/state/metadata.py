@@ -33,10 +33,12 @@ class StateMetadata:
         consolidated_to: the rank that has the consolidated state; None if no rank has consolidated since the last step.
         consolidated: the whole state, and the values that steps wrote to param groups, on that rank; None elsewhere.
         keeps_none: whether init_state() has found that the optimizer keeps no state.
+        tell: lets the other ranks raise an error of this rank, see :meth:`Coordinator.tell`.
     """
 
     def __init__(self, coordinator: Coordinator, local: LocalOptimizer, changes: Changes) -> None:
         self._coordinator, self._local, self._changes = coordinator, local, changes
+        self.tell = coordinator.tell
         self.described: dict[int, Described] = {}
         self._told = "{}"
         self.keeps_none = False
@@ -92,8 +94,15 @@ class StateMetadata:
         for key, described in self.described.get(index, ()):
             dtype = part_dtype(described)
             written = {"tensor": [dtype, spec.shape, None, param.device.type]} if dtype else described
-            entries[key] = read_value(written, partial(_placeholder, label_of(key, spec), param.device))
+            entries[key] = read_value(written, partial(self._placeholder, label_of(key, spec), param.device))
         return entries
+
+    def _placeholder(
+        self, title: str, device: torch.device, dtype: torch.dtype, shape: Sequence[int], _: object, kind: str
+    ) -> StatePlaceholder:
+        made = StatePlaceholder(shape, dtype, device if kind == device.type else torch.device(kind), title)
+        made.tell = self.tell
+        return made
 
     def _mine(self) -> str:
         """Return the description of this rank's state: the kind of each entry."""
@@ -121,9 +130,3 @@ class StateMetadata:
 def label_of(key: object, spec: TensorSpec) -> str:
     """Return the name of an entry, for errors."""
     return f"state entry {key!r} of {spec.name!r}"
-
-
-def _placeholder(
-    title: str, device: torch.device, dtype: torch.dtype, shape: Sequence[int], _: object, kind: str
-) -> StatePlaceholder:
-    return StatePlaceholder(shape, dtype, device if kind == device.type else torch.device(kind), title)

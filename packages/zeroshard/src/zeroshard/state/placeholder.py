@@ -65,6 +65,8 @@ class StatePlaceholder(TensorWithoutValues):
     """This rank's rows of the entry; None if it owns no rows."""
     shard: Shard | None
     """Says which rows these are."""
+    tell: Callable[[Exception], None] | None = None
+    """Lets the other ranks raise the error of a write; None for a copy, which only this rank has."""
     _title: str
 
     @staticmethod
@@ -132,19 +134,23 @@ class StatePlaceholder(TensorWithoutValues):
         return 0
 
     def refusal(self, operation: str) -> RuntimeError:
-        """Return the error for an operation, by its name."""
+        """Return the error for an operation, by its name. Other ranks hear of one that writes."""
+        writes = operation.partition("aten.")[2].partition(".")[0].endswith("_")
         advice = (
             "Save it with torch.distributed.checkpoint: async_save() in a thread and not in another process, and with "
             "async_stager=DefaultStager(...) if it has a storage_writer. Or gather it: call on all ranks "
             "consolidate_state_dict(to=RANK), or by name zeroshard.full_optimizer_state_dict(model, optimizer)"
         )
-        if operation.partition("aten.")[2].partition(".")[0].endswith("_"):
+        if writes:
             advice = (
                 "To change the state in place, change what each rank holds, on every rank: the tensors in "
                 "optimizer.optim.state.values()"
             )
         refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here"
-        return RuntimeError(f"{refused}. {f'{INCOMPLETE}. ' if operation == 'pickling' else ''}{advice}")
+        error = RuntimeError(f"{refused}. {f'{INCOMPLETE}. ' if operation == 'pickling' else ''}{advice}")
+        if writes and self.tell is not None:
+            self.tell(error)
+        return error
 
 
 def leaves(value: object) -> Iterator[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +34,7 @@ class StateView(MutableMapping[Any, Any]):
         place = self._place(key)
         if isinstance(place, int):
             entries = _OthersEntries(self._metadata.placeholders(place))
-            entries.title = label_in(self._local.plan, place)
+            entries.title, entries.tell = label_in(self._local.plan, place), self._metadata.tell
             return entries
         own, extra = self._state_with(key)[self._local_key(key)], self._extra(key)
         return ChainMap(own, extra) if extra else own
@@ -154,6 +154,7 @@ class _OthersEntries(PartialState):
     """Placeholders for the state of another rank's parameter, which this rank cannot change."""
 
     title = "this parameter"
+    tell: Callable[[Exception], None]
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
         # Frameworks move the tensors of a state to a device, and write them back.
@@ -161,10 +162,12 @@ class _OthersEntries(PartialState):
             self._refuse()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError(
+        error = RuntimeError(
             f"the optimizer state of {self.title} belongs to other ranks, and its entries cannot be changed on this "
             f"one: assign optimizer.state[param] = {{...}} as a whole on all ranks, of which its owner takes it; or "
             f"change optimizer.optim.state on every rank, which has this rank's own entries"
         )
+        self.tell(error)
+        raise error
 
     __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = _refuse
