@@ -41,6 +41,7 @@ class Call(IntEnum):
     """The rank leaves the context with an error."""
     UNABLE = 9
     """The rank has run out of data, and cannot take part if others still have data."""
+    CLIP = 10
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,12 @@ class JoinState:
         changes: Changes,
         step: Callable[[Mapping[str, Any]], object],
         consolidate: Callable[[int], object],
+        clip: Callable[..., object],
     ) -> None:
         self._coordinator, self._local, self._changes = coordinator, local, changes
-        self._step, self._consolidate = step, consolidate
+        self._step, self._consolidate, self._clip = step, consolidate, clip
+        self.sends_gradients = True
+        """Whether ranks without data get their gradients from others; if not, they have them. Contexts set it."""
         self.context: Callable[[Call], JoinRound] | None = None
         """Announces a call in the Join context that the optimizer is in; None outside. Contexts set it."""
 
@@ -131,8 +135,11 @@ class JoinState:
         if join_round.made.call is Call.CONSOLIDATE:
             self._consolidate(arguments["target"])
             return
+        if join_round.made.call is Call.CLIP:
+            self._clip(**arguments)
+            return
         self._step(arguments)
-        for param in self._local.params:
+        for param in self._local.params if self.sends_gradients else ():
             param.grad = None
 
     def _exchange_values(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,7 +177,8 @@ class JoinState:
         """Return the parts that a peer owns, and their gradients, because the loop may have changed both."""
         plan, parts = self._local.plan, dict[int, tuple[torch.Tensor, torch.Tensor | None]]()
         for shard in plan.of_rank(peer):
-            param, grad = self._local.params[shard.tensor].detach(), self._local.params[shard.tensor].grad
+            param = self._local.params[shard.tensor].detach()
+            grad = self._local.params[shard.tensor].grad if self.sends_gradients else None
             if plan.is_cut(shard.tensor):
                 param, grad = shard.narrow(param), None if grad is None else shard.narrow(grad)
             parts[shard.tensor] = param, grad
@@ -185,7 +193,7 @@ class JoinState:
         self._changes.record_hyperparameters()
         if received["parts"] is None:
             return
-        for param in self._local.params:
+        for param in self._local.params if self.sends_gradients else ():
             param.grad = None
         for tensor, (values, grad) in received["parts"].items():
             shard = self._local.shards[tensor]

@@ -14,6 +14,7 @@ from zeroshard.grads.model_hooks import ModelHooks
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.grads.sharded import ShardedGradients, ShardingSettings
 from zeroshard.optimizer import ZeroRedundancyOptimizer
+from zeroshard.sharding_join import ShardingJoin
 
 
 class GradientSharding:
@@ -39,6 +40,34 @@ class GradientSharding:
             yield
         finally:
             self._source.accumulates = before
+
+    @contextmanager
+    def join(
+        self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
+    ) -> Iterator[None]:
+        """Train on as many batches as each rank has, in the block. Collective.
+
+        A rank that leaves its loop sends gradients of zero, and takes part in norms, clipping and steps, until all
+        ranks have. Every backward, step and clip, and every forward that broadcasts buffers, takes two small exchanges.
+        At the end all ranks have the parameters and buffers of the last one.
+
+        Args:
+            divide_by_initial_world_size: whether gradients are averaged over all ranks, or over those that still have
+                data.
+            throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
+
+        Raises:
+            DisagreementError: if ranks that still have data make different calls; on every rank.
+            PeerLostError: if a rank is gone.
+            RuntimeError: if a rank leaves with gradients that no backward has reduced; the optimizer is in another
+                block; or a rank has run out of data, and ``throw_on_early_termination`` is set, or another calls what
+                needs all ranks, such as ``load_state_dict()``.
+            Exception: an error of another rank in the block.
+        """
+        engine = self._optimizer._engine
+        joined = ShardingJoin(engine.coordinator, self._source, self._hooks, engine.join, engine.local.params)
+        with joined.block(divides_by_running=not divide_by_initial_world_size, throws=throw_on_early_termination):
+            yield
 
     def remove(self) -> None:
         """Remove all hooks from the model, and its reduced gradients. Call it on every rank; it sends nothing.

@@ -59,7 +59,7 @@ class ModelHooks:
             model.register_forward_hook(_Hook(weakref.WeakMethod(self.after_forward))),
         ]
         self._hook_params()
-        self.broadcast([*model.parameters(), *model.buffers()])
+        self.broadcast_all(0)
 
     @staticmethod
     def _members(dicts: list[dict[str, Any]]) -> Iterator[torch.Tensor]:
@@ -81,12 +81,19 @@ class ModelHooks:
             handle.remove()
         self._handles.clear()
 
-    def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Send rank 0's values to all ranks. Collective."""
+    def broadcast_buffers(self, source: int) -> None:
+        """Send one rank's buffers to all ranks. Collective."""
+        self._broadcast([*self._members(self._buffer_dicts)], source)
+
+    def broadcast_all(self, source: int) -> None:
+        """Send one rank's parameters and buffers to all ranks. Collective."""
+        self._broadcast([*self._params, *self._members(self._buffer_dicts)], source)
+
+    def _broadcast(self, tensors: list[torch.Tensor], source: int) -> None:
         if not tensors or self._ranks.world_size == 1:
             return
         try:
-            broadcast_coalesced(self._ranks.group, [tensor.detach() for tensor in tensors], _BROADCAST_BYTES, 0)
+            broadcast_coalesced(self._ranks.group, [tensor.detach() for tensor in tensors], _BROADCAST_BYTES, source)
         except RuntimeError as failure:
             lost = peer_lost(failure, None, self._ranks.rank, "forward()")
             self._guard.mark_broken(lost)
@@ -112,7 +119,7 @@ class ModelHooks:
             return
         self._hook_params()
         if self._must_broadcast:
-            self.broadcast([*self._members(self._buffer_dicts)])
+            self.broadcast_buffers(source.announce_forward() if source.announce_forward is not None else 0)
         self._must_broadcast = self._broadcasts_buffers and not source.accumulates
 
     def _are_params_replaced(self) -> bool:

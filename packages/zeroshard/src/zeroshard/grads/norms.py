@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -48,6 +49,8 @@ class GradNorms:
         self._factor_key: tuple[object, ...] = ()
         self._clamped: set[int] = set()
         self._operations: dict[int, int] = {}
+        self.log: list[list[Any]] | None = None
+        """The operations themselves, with tensor and arguments, in a block that repeats them elsewhere; else None."""
 
     def rebuild(self, plan: Plan) -> None:
         """Make a slot for the norm of each part of each tensor of a plan. Known norms are kept."""
@@ -109,10 +112,13 @@ class GradNorms:
 
     def record_scaling(self, tensor: int, operation: str, factor: Factor, *, divides: bool = False) -> None:
         """Record that the owners scale a gradient by an operation of that name, without waiting for an accelerator."""
+        name = operation
         if not isinstance(factor, torch.Tensor) or factor.device.type == "cpu":
             factor = float(factor)
             operation = f"{operation}({factor})"
         self.record(tensor, operation)
+        if self.log is not None:
+            self.log.append([name, tensor, factor.clone() if isinstance(factor, torch.Tensor) else factor])
         if self._known is not None:
             self._add_factor(tensor, factor, divides=divides)
 
@@ -153,6 +159,8 @@ class GradNorms:
         """Record that the owners clamp a gradient."""
         self._clamped.add(tensor)
         self.record(tensor, f"clamp_({low}, {high})")
+        if self.log is not None:
+            self.log.append(["clamp_", tensor, low, high])
 
     @property
     def checksum(self) -> int:
@@ -167,6 +175,8 @@ class GradNorms:
     def forget(self) -> None:
         """Forget operations on gradients, after all ranks have compared them or have new gradients."""
         self._operations.clear()
+        if self.log is not None:
+            self.log.clear()
 
     def advice(self, operation: str) -> str:
         """Return why an operation on a placeholder is refused, and what to do instead."""

@@ -60,6 +60,8 @@ class ShardedGradients(GradSource):
         in_backward: whether a backward has begun to send its buckets, and was not ended yet.
         accumulates: whether backward sends nothing, as under ``no_sync()``.
         model_hooks: what calls this object, and would be freed without this reference.
+        announce_forward: announces in ``join()`` that buffers are broadcast, and returns the rank that sends them.
+        announce_backward: announces in ``join()`` that a backward begins, and returns a factor of its gradients.
     """
 
     def __init__(
@@ -90,6 +92,9 @@ class ShardedGradients(GradSource):
         self.in_backward = self.accumulates = self._is_ordered = False
         self._backwards = self._next = 0
         self.model_hooks: object = None
+        self.announce_forward: Callable[[], int] | None = None
+        self.announce_backward: Callable[[], float] | None = None
+        self._scale = 1.0
         self._trained: tuple[bool, ...] = ()
         self._arrivals: dict[int, None] = {}
         self._late: set[int] = set()
@@ -180,6 +185,8 @@ class ShardedGradients(GradSource):
         """Agree with all ranks to begin a backward with the same buckets. Collective."""
         error: Exception | None = None
         with self._guard:
+            if self.announce_backward is not None:
+                self._scale = self.announce_backward()
             try:
                 self._guard.check_capture(self._local.params, self._layout.plan)
                 if torch.is_grad_enabled():
@@ -225,6 +232,8 @@ class ShardedGradients(GradSource):
             with record_function(f"zeroshard::send bucket {bucket.index}"):
                 buffer, memory = bucket.pack(values, self._transient)
                 values.clear()
+                if self._scale != 1.0:
+                    buffer.mul_(self._scale)
                 table.launch(tensors)
                 table.replace(tensors)
                 made = bucket.reserve(kept)
@@ -327,6 +336,12 @@ class ShardedGradients(GradSource):
         self._order = [*order, *[tensor for tensor in self._order if not self._trained[tensor]]]
         if order != trained:
             self._lay_out_buckets(self._trained)
+
+    def send_zeros(self) -> None:
+        """Take part in a backward of other ranks, without gradients. Collective."""
+        with torch.no_grad():
+            self._begin()
+            self._end()
 
     def queue_end(self) -> None:
         """Let the graph task that runs now end the backward. Autograd calls this in a backward of the model."""
