@@ -15,7 +15,7 @@ from zeroshard_comm import Coordinator, DisagreementError, agreed
 
 from zeroshard._torch_private import amp_unscale_
 from zeroshard.grads.model_hooks import ModelHooks
-from zeroshard.grads.placeholder import Reduced
+from zeroshard.grads.placeholder import GradPlaceholder, Reduced
 from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.join import Call, JoinCall, JoinRound, JoinState, exchange_calls, fail, receive_value, send_value
 
@@ -92,8 +92,10 @@ class ShardingJoin:
         """Repeat on ranks without data what the loop of the others has done to gradients. Collective."""
         rank, table = self._coordinator.ranks.rank, self._source.table
         if rank == sources[0]:
-            absent = [tensor for tensor, param in enumerate(self._params) if param.grad is None]
-            zero = [tensor for tensor in range(len(self._params)) if table.reduced(tensor) is Reduced.ZERO]
+            grads = [*enumerate([param.grad for param in self._params])]
+            absent = [tensor for tensor, grad in grads if grad is None]
+            reduced = [tensor for tensor, grad in grads if type(grad) is GradPlaceholder]
+            zero = [tensor for tensor in reduced if table.reduced(tensor) is Reduced.ZERO]
             for receiver in receivers:
                 send_value(self._coordinator, receiver, [absent, zero, table.norms.log])
         elif rank in receivers:
