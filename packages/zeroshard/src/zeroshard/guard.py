@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from zeroshard_comm import Coordinator, PeerLostError
@@ -34,6 +35,15 @@ class Guard:
         """Mark the optimizer as broken if this exchange is incomplete."""
         if error is not None and (isinstance(error, PeerLostError) or not isinstance(error, Exception)):
             self.mark_broken(error)
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Mark the optimizer as broken after any error in the block."""
+        try:
+            yield
+        except BaseException as error:
+            self.mark_broken(error)
+            raise
 
     def check_broken(self) -> None:
         """Raise if an exchange of this rank is incomplete: a PeerLostError if a rank was lost, else a RuntimeError."""

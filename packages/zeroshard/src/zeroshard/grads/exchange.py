@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -153,22 +153,13 @@ class GradExchange(GradSource):
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         self._guard.check_broken()
-        with self._marked_broken():
+        with self._guard.breaking():
             bucket = self.buckets.numbered(bucket, is_first=not self.is_receiving)
         if bucket.index == 0:
             self._guard.check_capture(bucket.params, self._local.plan)
             self.table.begin()
-        with self._marked_broken():
+        with self._guard.breaking():
             return self._send(bucket, reduce)
-
-    @contextmanager
-    def _marked_broken(self) -> Iterator[None]:
-        """Refuse all further calls after an error in the block."""
-        try:
-            yield
-        except BaseException as error:
-            self._guard.mark_broken(error)
-            raise
 
     def _send(self, bucket: Bucket, reduce: Callable[[], _BucketFuture] | None) -> _BucketFuture:
         done: _BucketFuture = Future(devices=self._devices)
@@ -205,7 +196,7 @@ class GradExchange(GradSource):
         assert buffer is not None
         try:
             if guard.broken is None:
-                with self._marked_broken(), record_function(f"zeroshard::reduce bucket {state.index}"):
+                with self._guard.breaking(), record_function(f"zeroshard::reduce bucket {state.index}"):
                     if work is not None:
                         work.finish()
                     if result is not None:
@@ -257,7 +248,7 @@ class GradExchange(GradSource):
 
     def _end_reductions(self) -> None:
         try:
-            with self._marked_broken():
+            with self._guard.breaking():
                 failure = self._drain()
                 with record_function("zeroshard::agree"):
                     computed = self.buckets.end(self._backwards, failure)

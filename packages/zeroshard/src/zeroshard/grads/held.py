@@ -1,4 +1,4 @@
-"""A bucket of gradients of a plain module: packs them for their owners, and keeps this rank's parts alone."""
+"""The buckets of a plain module's gradients: packs them for their owners, and keeps this rank's parts alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from zeroshard_core import Plan
 
 from zeroshard._torch_private import foreach_add_, foreach_copy_, storage_users
 from zeroshard.grads.bucket import OwnedGradients, gradient_view, runs_of
+from zeroshard.grads.placeholder import GradPlaceholder, Reduced
+from zeroshard.grads.table import GradTable
 from zeroshard.grads.transient import TransientBuffers
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.plan.groups import active_mask
+from zeroshard.plan.layout import label_in
 
 
 class HeldBucket(OwnedGradients):
@@ -108,7 +113,89 @@ class HeldBucket(OwnedGradients):
         return found
 
 
-def buckets_of(order: Sequence[int], params: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+class HeldBuckets:
+    """Keeps the buckets of one model, in the order in which they are sent, and this rank's parts of gradients.
+
+    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object.
+
+    Args:
+        local: the local optimizer.
+        table: the states of the gradients.
+        transport: reduces the buckets.
+        order: the tensors in the order in which they are sent at first.
+        limit: the size of a bucket in bytes.
+
+    Attributes:
+        all: the buckets, in order.
+        of_tensor: the bucket of each tensor that is trained.
+        untrained: the other tensors.
+        parts: this rank's parts of reduced gradients, by tensor.
+        is_ordered: whether the order is that of a backward of rank 0.
+    """
+
+    def __init__(
+        self, local: LocalOptimizer, table: GradTable, transport: Transport, order: Sequence[int], limit: int
+    ) -> None:
+        self._local, self._table, self._transport, self._limit = local, table, transport, limit
+        self._order = [*order]
+        self.parts: dict[int, torch.Tensor] = {}
+        self.is_ordered = False
+
+    def lay_out(self, plan: Plan) -> None:
+        """Make buckets of the parameters that are trained now."""
+        params = self._local.params
+        self._plan, self._trained = plan, active_mask(params)
+        self._order += range(len(self._order), len(params))
+        order = [tensor for tensor in self._order if self._trained[tensor]]
+        self.all = [
+            HeldBucket(index, tensors, [params[i] for i in tensors], plan, self._transport, self.parts)
+            for index, tensors in enumerate(_split_into_buckets(order, params, self._limit))
+        ]
+        self.of_tensor = {tensor: bucket for bucket in self.all for tensor in bucket.tensors}
+        self.untrained = [tensor for tensor in range(len(params)) if not self._trained[tensor]]
+        for bucket in self.all:
+            bucket.lay_out(self._local)
+            self._table.locate(bucket)
+        self._text = f"in buckets of the tensors {[list(bucket.tensors) for bucket in self.all]}"
+
+    def __str__(self) -> str:
+        """Return the tensors of each bucket."""
+        return self._text
+
+    def follow_params(self) -> None:
+        """Lay out buckets again if other parameters are trained now, or raise if gradients wait for a step."""
+        trained = active_mask(self._local.params)
+        if trained == self._trained:
+            return
+        waiting = [tensor for tensor in range(len(trained)) if self._table.reduced(tensor) is Reduced.REDUCED]
+        if waiting:
+            raise RuntimeError(
+                f"parameters were frozen or unfrozen while the gradient of {label_in(self._plan, waiting[0])} waits "
+                f"for step(): call step() or zero_grad() first"
+            )
+        self.is_ordered = False
+        self.lay_out(self._plan)
+
+    def use_order(self, arrived: Sequence[int]) -> None:
+        """Send buckets in the order in which gradients have ``arrived`` on rank 0, and others after these."""
+        self.is_ordered = True
+        trained = [tensor for bucket in self.all for tensor in bucket.tensors]
+        if [*arrived] != trained:
+            self._order = [*dict.fromkeys([*arrived, *self._order])]
+            self.lay_out(self._plan)
+
+    def release(self) -> None:
+        """Free the memory of gradients that were removed or set to zero."""
+        for tensor in [*self.parts]:
+            is_removed = type(self._local.params[tensor].grad) is not GradPlaceholder
+            if is_removed:
+                self._table.remove(tensor)
+            if is_removed or self._table.reduced(tensor) is Reduced.ZERO:
+                del self.parts[tensor]
+                self._local.shards[tensor].unset_grad()
+
+
+def _split_into_buckets(order: Sequence[int], params: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
     """Fill buckets of one dtype with tensors in order, of at most ``limit`` bytes each.
 
     A tensor of half a bucket or more is alone, because it is then sent from where autograd has made its gradient.

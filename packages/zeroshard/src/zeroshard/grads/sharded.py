@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,16 +22,15 @@ from zeroshard_comm import BucketReduceWork, Coordinator, agreed, choose_transpo
 
 from zeroshard._torch_private import disable_dynamo, graph_task_id, in_autograd, in_nested_task, queue_callback
 from zeroshard.grads.bucket import common_device
-from zeroshard.grads.held import HeldBucket, buckets_of
+from zeroshard.grads.held import HeldBucket, HeldBuckets
 from zeroshard.grads.norms import GradNorms
-from zeroshard.grads.placeholder import GradPlaceholder, Reduced
+from zeroshard.grads.placeholder import Reduced
 from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.table import Advice, GradTable
 from zeroshard.grads.transient import IN_FLIGHT, TransientBuffers
 from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.plan.groups import active_mask
 from zeroshard.plan.layout import Layout, label_in, with_settings
 
 _BEGIN, _END = "backward()", "the end of backward()"
@@ -75,11 +74,10 @@ class ShardedGradients(GradSource):
     ) -> None:
         self._coordinator, self._guard, self._local = coordinator, guard, local
         with agreed(coordinator, "shard_gradients()") as proposal:
-            self._order = [*order()]
+            first = order()
             self._device = common_device(local.params, layout)
-            said = {"bucket_mb": settings.bucket_bytes / 2**20, "norms": settings.norms, "order": str(self._order)}
+            said = {"bucket_mb": settings.bucket_bytes / 2**20, "norms": settings.norms, "order": str([*first])}
             proposal.set(with_settings(layout, said))
-        self._settings = settings
         norms = GradNorms(coordinator, self._device, takes_norms=settings.norms, steps_early=False)
         self.table = GradTable(norms, [Reduced.ZERO, Reduced.REDUCING, Reduced.REDUCED], _ADVICE)
         nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
@@ -87,15 +85,13 @@ class ShardedGradients(GradSource):
         uses_thread = self.transport.uses_thread
         self._queue = ReductionQueue(coordinator.ranks.rank, self._device, uses_thread=uses_thread, open_works=0)
         self._transient = TransientBuffers(self._device, waits=uses_thread)
-        self._held: dict[int, torch.Tensor] = {}
-        self.buckets: list[HeldBucket] = []
-        self.in_backward = self.accumulates = self._is_ordered = False
+        self.buckets = HeldBuckets(local, self.table, self.transport, first, settings.bucket_bytes)
+        self.in_backward = self.accumulates = False
         self._backwards = self._next = 0
         self.model_hooks: object = None
         self.announce_forward: Callable[[], int] | None = None
         self.announce_backward: Callable[[], float] | None = None
         self._scale = 1.0
-        self._trained: tuple[bool, ...] = ()
         self._arrivals: dict[int, None] = {}
         self._late: set[int] = set()
         self._failure: Exception | None = None
@@ -105,14 +101,14 @@ class ShardedGradients(GradSource):
         """The graph tasks of autograd at whose end a callback of this object is due."""
         weak = weakref.ref(self)
         local.hook_gradients = lambda: (
-            found.table.bound(found.buckets) if (found := weak()) is not None else nullcontext()
+            found.table.bound(found.states) if (found := weak()) is not None else nullcontext()
         )
         self.lay_out(layout)
 
     @property
     def states(self) -> Sequence[HeldBucket]:
         """The buckets, in the order in which they are sent."""
-        return self.buckets
+        return self.buckets.all
 
     # ------------------------------------------------------------------ the layout
 
@@ -123,39 +119,9 @@ class ShardedGradients(GradSource):
 
     def lay_out(self, layout: Layout) -> None:
         """Adopt a layout that has passed :meth:`check_layout`, or parameters that have moved."""
-        self._layout = layout
+        self._plan = layout.plan
         self.table.rebuild(self._local.params, layout.plan)
-        self._order += range(len(self._order), len(self._local.params))
-        self._lay_out_buckets(active_mask(self._local.params))
-
-    def _lay_out_buckets(self, trained: tuple[bool, ...]) -> None:
-        params, plan = self._local.params, self._layout.plan
-        self._trained = trained
-        order = [tensor for tensor in self._order if trained[tensor]]
-        self.buckets = [
-            HeldBucket(index, tensors, [params[i] for i in tensors], plan, self.transport, self._held)
-            for index, tensors in enumerate(buckets_of(order, params, self._settings.bucket_bytes))
-        ]
-        self._bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.tensors}
-        self._outside = [tensor for tensor in range(len(params)) if not trained[tensor]]
-        for bucket in self.buckets:
-            bucket.lay_out(self._local)
-            self.table.locate(bucket)
-        self._said = f"in buckets of the tensors {[list(bucket.tensors) for bucket in self.buckets]}"
-
-    def _follow_params(self) -> None:
-        """Lay out buckets again if other parameters are trained now, or raise if gradients wait for a step."""
-        trained = active_mask(self._local.params)
-        if trained == self._trained:
-            return
-        waiting = [i for i in range(len(trained)) if self.table.reduced(i) is Reduced.REDUCED]
-        if waiting:
-            raise RuntimeError(
-                f"parameters were frozen or unfrozen while the gradient of {label_in(self._layout.plan, waiting[0])} "
-                f"waits for step(): call step() or zero_grad() first"
-            )
-        self._is_ordered = False
-        self._lay_out_buckets(trained)
+        self.buckets.lay_out(layout.plan)
 
     # ------------------------------------------------------------------ backward
 
@@ -168,7 +134,7 @@ class ShardedGradients(GradSource):
             self._begin()
         if not self._queued:
             self.queue_end()
-        bucket = self._bucket_of.get(tensor)
+        bucket = self.buckets.of_tensor.get(tensor)
         if bucket is None:
             return
         self._arrivals.setdefault(tensor)
@@ -177,9 +143,9 @@ class ShardedGradients(GradSource):
             self._late.add(bucket.index)
             return
         bucket.missing.discard(tensor)
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+        while self._next < len(self.states) and not self.states[self._next].missing:
             self._next += 1
-            self._send(self.buckets[self._next - 1])
+            self._send(self.states[self._next - 1])
 
     def _begin(self) -> None:
         """Agree with all ranks to begin a backward with the same buckets. Collective."""
@@ -188,7 +154,7 @@ class ShardedGradients(GradSource):
             if self.announce_backward is not None:
                 self._scale = self.announce_backward()
             try:
-                self._guard.check_capture(self._local.params, self._layout.plan)
+                self._guard.check_capture(self._local.params, self._plan)
                 if torch.is_grad_enabled():
                     raise RuntimeError(
                         "backward(create_graph=True) is not supported with sharded gradients: compute the first "
@@ -197,11 +163,11 @@ class ShardedGradients(GradSource):
                 self.table.begin()
                 if self.table.left_out:
                     raise RuntimeError(self.table.left_out)
-                self._follow_params()
+                self.buckets.follow_params()
             except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
                 error = raised
             self._backwards += 1
-            said = f"backward number {self._backwards} {self._said}"
+            said = f"backward number {self._backwards} {self.buckets}"
             with record_function("zeroshard::agree"):
                 self._coordinator.agree(
                     _BEGIN, zlib.crc32(said.encode()), error=error, detail=lambda: said, explain=_explain
@@ -210,16 +176,16 @@ class ShardedGradients(GradSource):
         self.in_backward, self._next, self._failure = True, 0, None
         self._late.clear()
         self._arrivals.clear()
-        for bucket in self.buckets:
+        for bucket in self.states:
             bucket.begin()
-        for bucket in self.buckets[:IN_FLIGHT]:
+        for bucket in self.states[:IN_FLIGHT]:
             bucket.reducer.expect()
 
     def _send(self, bucket: HeldBucket, *, again: bool = False) -> None:
         """Send a bucket to its owners; ``again`` says that this adds what has come after it was sent."""
         if self._guard.broken is not None:
             return
-        with self._marked_broken(), torch.no_grad():
+        with self._guard.breaking(), torch.no_grad():
             table, tensors = self.table, bucket.tensors
             kept = set(tensors) if again else {t for t in tensors if table.reduced(t) is Reduced.REDUCED}
             values = [self._checked(tensor) for tensor in tensors]
@@ -244,8 +210,8 @@ class ShardedGradients(GradSource):
             finish = partial(self._finish_bucket, bucket, buffer, work, kept)
             self._queue.add(finish, _Closing(work, partial(self._return, buffer, memory)))
             ahead = bucket.index + IN_FLIGHT
-            if not again and ahead < len(self.buckets):
-                self.buckets[ahead].reducer.expect()
+            if not again and ahead < len(self.states):
+                self.states[ahead].reducer.expect()
 
     def _checked(self, tensor: int) -> torch.Tensor | None:
         """Return the values that this rank has for a gradient. Record an error if they cannot be sent."""
@@ -255,12 +221,12 @@ class ShardedGradients(GradSource):
         why = "a sparse gradient, which cannot be sharded: use sparse=False"
         if value.dtype is not dtype:
             why = f"a gradient of {value.dtype}, which cannot be sharded: let backward compute it as {dtype}"
-        self._failure = self._failure or ValueError(f"{label_in(self._layout.plan, tensor)} has {why}")
+        self._failure = self._failure or ValueError(f"{label_in(self._plan, tensor)} has {why}")
         return None
 
     def _finish_bucket(self, bucket: HeldBucket, buffer: torch.Tensor, work: BucketReduceWork, kept: set[int]) -> None:
         try:
-            with self._marked_broken(), torch.no_grad(), record_function(f"zeroshard::reduce bucket {bucket.index}"):
+            with self._guard.breaking(), torch.no_grad(), record_function(f"zeroshard::reduce bucket {bucket.index}"):
                 work.finish()
                 bucket.accept(buffer, kept)
                 self.table.norms.compute(bucket, self._queue.keep)
@@ -276,42 +242,34 @@ class ShardedGradients(GradSource):
             used, self._read = self._read, used
         self._transient.leave(used[-1])
 
-    @contextmanager
-    def _marked_broken(self) -> Iterator[None]:
-        """Refuse all further calls after an error in the block."""
-        try:
-            yield
-        except BaseException as error:
-            self._guard.mark_broken(error)
-            raise
-
     def _end(self) -> None:
         """Send the buckets in which gradients are missing, and end the backward on all ranks. Collective."""
         try:
-            with self._marked_broken():
+            with self._guard.breaking():
                 failure: Exception | None = None
                 try:
-                    while self._next < len(self.buckets):
+                    while self._next < len(self.states):
                         self._next += 1
-                        self._send(self.buckets[self._next - 1])
+                        self._send(self.states[self._next - 1])
                     self._queue.drain()
                 except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
                     failure = raised
                 with record_function("zeroshard::agree"):
                     computed = self._agree_to_end(failure or self._failure)
-                for bucket, of_bucket in zip(self.buckets, computed, strict=True):
+                for bucket, of_bucket in zip(self.states, computed, strict=True):
                     self.table.record_reduced(bucket, of_bucket)
                 with record_function("zeroshard::norms"):
                     self.table.norms.exchange()
-                if not self._is_ordered:
-                    self._learn_order()
+                if not self.buckets.is_ordered:
+                    arrived = [*dict.fromkeys([*self._arrivals, *self.buckets.of_tensor])]
+                    self.buckets.use_order(self._coordinator.gather_ints(arrived, _END)[0] if arrived else [])
         finally:
             self.in_backward, self._read = False, (None,)
             self._transient.clear()
 
     def _agree_to_end(self, failure: Exception | None) -> list[Sequence[bool]]:
         """Return for each bucket which gradients any rank has. Send again what came late on any rank. Collective."""
-        coordinator, buckets = self._coordinator, self.buckets
+        coordinator, buckets = self._coordinator, self.states
         is_unusual = bool(self._late) or not all(all(bucket.present) for bucket in buckets)
         if not coordinator.agree(_END, self._backwards, error=failure, flag=is_unusual):
             return [bucket.present for bucket in buckets]
@@ -325,17 +283,6 @@ class ShardedGradients(GradSource):
             self._queue.drain()
             coordinator.agree(_END, self._backwards)
         return computed
-
-    def _learn_order(self) -> None:
-        """Send buckets in the order in which gradients have arrived on rank 0, from now on. Collective."""
-        trained = [tensor for bucket in self.buckets for tensor in bucket.tensors]
-        order = [*self._arrivals, *[tensor for tensor in trained if tensor not in self._arrivals]]
-        if order:
-            order = self._coordinator.gather_ints(order, _END)[0]
-        self._is_ordered = True
-        self._order = [*order, *[tensor for tensor in self._order if not self._trained[tensor]]]
-        if order != trained:
-            self._lay_out_buckets(self._trained)
 
     def send_zeros(self) -> None:
         """Take part in a backward of other ranks, without gradients. Collective."""
@@ -382,21 +329,14 @@ class ShardedGradients(GradSource):
         """Determine which gradients the next step uses; raise a RuntimeError if a gradient was never reduced."""
         self.end_last()
         self.table.refresh()
-        for tensor in self._outside:
+        for tensor in self.buckets.untrained:
             if self._local.params[tensor].grad is not None:
                 raise self.table.unreduced(tensor)
 
     def release(self) -> None:
         """Free the memory of gradients that were removed or set to zero."""
-        if self.in_backward:
-            return
-        for tensor in [*self._held]:
-            is_removed = type(self._local.params[tensor].grad) is not GradPlaceholder
-            if is_removed:
-                self.table.remove(tensor)
-            if is_removed or self.table.reduced(tensor) is Reduced.ZERO:
-                del self._held[tensor]
-                self._local.shards[tensor].unset_grad()
+        if not self.in_backward:
+            self.buckets.release()
 
     def check_hook(self, mode: StepMode) -> NoReturn:  # noqa: ARG002 - no mode is possible
         """Raise a ValueError, because shard_gradients() takes the place of a communication hook."""
