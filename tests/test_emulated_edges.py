@@ -19,8 +19,9 @@ from ddp_training import HOOKS, MANY_BUCKETS, register
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from training import cutting, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 from zeroshard_comm import RankGroup, collectives
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, 2, backend=["emulated", "nccl"])]
@@ -225,6 +226,76 @@ def test_two_models_in_one_backward(device: torch.device, monkeypatch: pytest.Mo
         (towers[0](inputs) - towers[1](inputs) - 1).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+class Repeated(nn.Module):
+    """Layers of which a bucket holds two, and one that autograd computes again in two nested backwards.
+
+    The bucket of that layer is sent after the first of these, and once more for the second. The last layers are used by
+    every second forward only. What has no parameters comes last in backward, and allocates memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.repeated = nn.GELU(), nn.Linear(40, 40)
+        self.used, self.unused = (nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)]) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, *, uses_all: bool) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.repeated, hidden, use_reentrant=True)
+        made: torch.Tensor = self.used(hidden)
+        return self.unused(made) if uses_all else made
+
+
+TWO_LAYERS = 0.03
+"""The MiB of a bucket for two layers of `Repeated` in float64."""
+
+
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_sharded_gradients(partition: str, zeroes: bool, device: torch.device) -> None:
+    model = Repeated().double().to(device)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition))
+    sharding = shard_gradients(model, optimizer, bucket_mb=TWO_LAYERS)
+    for iteration in range(4):
+        optimizer.zero_grad(set_to_none=not zeroes)
+        for number in range(3):
+            generator = torch.Generator().manual_seed(10 * iteration + number)
+            inputs = torch.randn(8, 40, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+            with sharding.no_sync() if number == 1 else nullcontext():
+                model(inputs, uses_all=number == 2).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("bucket_mb", [TWO_LAYERS, 1e-5], ids=["packed", "alone"])
+@pytest.mark.parametrize("on_its_own", [False, True])
+def test_sharded_gradients_that_are_freed_after_an_error_in_backward(
+    partition: str, bucket_mb: float, on_its_own: bool, device: torch.device
+) -> None:
+    training = torch.Stream(device) if on_its_own else torch.accelerator.current_stream()
+    with training:
+        model = Repeated().double().to(device)
+        optimizer = ZeroRedundancyOptimizer(
+            model.named_parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition)
+        )
+        sharding = shard_gradients(model, optimizer, bucket_mb=bucket_mb)
+        inputs = torch.ones(8, 40, dtype=torch.float64, device=device, requires_grad=True)
+        model(inputs, uses_all=True).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.used[2].register_forward_hook(_failing_in_backward)
+        with pytest.raises(ArithmeticError):
+            model(inputs, uses_all=True).square().mean().backward()
+    # Nothing has joined the side stream, on which buckets are still reduced.
+    del model, optimizer, sharding
+    gc.collect()
+    with training:
+        kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in (64, 1_000, 20_000)]
+    torch.accelerator.synchronize()
+    del kept
 
 
 def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:

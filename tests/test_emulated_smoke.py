@@ -12,10 +12,10 @@ from ddp_training import MANY_BUCKETS, batch, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 from zeroshard_testing import DifferentCollectivesError, RaceError, assert_replicas_equal
 
-Training = tuple[DistributedDataParallel, optim.Optimizer]
+Training = tuple[nn.Module, optim.Optimizer]
 
 ON_1 = pytest.mark.ranks(1, backend="emulated")
 ON_2 = pytest.mark.ranks(2, backend="emulated")
@@ -101,14 +101,17 @@ def test_our_hooks_train_as_on_the_cpu_and_the_host_never_waits(
     here, there = (ours(hook, partition, where) for where in (device, torch.device("cpu")))
     # DDP makes its buckets anew after the first iteration, and the host waits there.
     assert_trains_alike(here, there)
-    ddp, optimizer = here
-    optimizer.zero_grad()
-    loss = ddp(batch(3).to(device)).square().mean()
-    with host_never_waits():
-        loss.backward()
-        optimizer.step()
-    iterate(there, 3)
-    assert_same(here, there, "after a step without a wait")
+    assert_steps_without_a_wait(here, there, device, host_never_waits)
+
+
+@pytest.mark.ranks(2, backend="emulated")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_sharded_gradients_train_as_on_the_cpu_and_the_host_never_waits(
+    partition: str, device: torch.device, host_never_waits: Callable[[], Any]
+) -> None:
+    here, there = (sharded(partition, where) for where in (device, torch.device("cpu")))
+    assert_trains_alike(here, there)
+    assert_steps_without_a_wait(here, there, device, host_never_waits)
 
 
 def ddp_alone(device: torch.device) -> Training:
@@ -125,15 +128,22 @@ def ours(hook: str, partition: str, device: torch.device) -> Training:
     return ddp, optimizer
 
 
+def sharded(partition: str, device: torch.device) -> Training:
+    model: nn.Module = small_model().double().to(device)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition))
+    shard_gradients(model, optimizer, bucket_mb=MANY_BUCKETS)
+    return model, optimizer
+
+
 def wrapped(device: torch.device) -> DistributedDataParallel:
     model: nn.Module = small_model().double().to(device)
     return DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
 
 
 def iterate(training: Training, number: int) -> None:
-    ddp, optimizer = training
+    model, optimizer = training
     optimizer.zero_grad()
-    ddp(batch(number).to(next(ddp.parameters()).device)).square().mean().backward()
+    model(batch(number).to(next(model.parameters()).device)).square().mean().backward()
     optimizer.step()
 
 
@@ -144,8 +154,26 @@ def assert_trains_alike(here: Training, there: Training) -> None:
         assert_same(here, there, f"after iteration {number}")
 
 
+def assert_steps_without_a_wait(
+    here: Training, there: Training, device: torch.device, host_never_waits: Callable[[], Any]
+) -> None:
+    model, optimizer = here
+    optimizer.zero_grad()
+    loss = model(batch(3).to(device)).square().mean()
+    with host_never_waits():
+        loss.backward()
+        optimizer.step()
+    iterate(there, 3)
+    assert_same(here, there, "after a step without a wait")
+
+
 def assert_same(here: Training, there: Training, when: str) -> None:
     on_cpu = small_model().double()
-    on_cpu.load_state_dict(here[0].module.state_dict())
-    assert_bitwise_equal(on_cpu, there[0].module, when)
+    on_cpu.load_state_dict(module_of(here).state_dict())
+    assert_bitwise_equal(on_cpu, module_of(there), when)
     assert_replicas_equal(here[0].parameters())
+
+
+def module_of(training: Training) -> nn.Module:
+    model = training[0]
+    return model.module if isinstance(model, DistributedDataParallel) else model
