@@ -229,17 +229,20 @@ def test_two_models_in_one_backward(device: torch.device, monkeypatch: pytest.Mo
 
 
 class Repeated(nn.Module):
-    """Layers of which a bucket holds two, and one that autograd computes again in two nested backwards.
+    """Layers of which a bucket holds two, and some that autograd computes again in two nested backwards.
 
-    The bucket of that layer is sent after the first of these, and once more for the second. The last layers are used by
-    every second forward only. What has no parameters comes last in backward, and allocates memory.
+    The buckets of these are sent after the first of the two, and once more for the second: three, so that the third one
+    uses the memory of the first. The last layers are used by every third forward only. What has no parameters comes
+    last in backward, and allocates memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.repeated = nn.GELU(), nn.Linear(40, 40)
-        self.used, self.unused = (nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)]) for _ in range(2))
+        self.first = nn.GELU()
+        self.repeated, self.used, self.unused = (
+            nn.Sequential(*[nn.Linear(40, 40) for _ in range(layers)]) for layers in (6, 8, 8)
+        )
 
     def forward(self, inputs: torch.Tensor, *, uses_all: bool) -> torch.Tensor:
         hidden = self.first(inputs)
