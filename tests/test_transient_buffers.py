@@ -390,9 +390,7 @@ ERRORS = [
         for name in error.transports
     ],
 )
-def test_an_error_that_breaks_the_contract_is_found(
-    name: str, error: Planted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_breaks_the_contract_is_found(name: str, error: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     with using(name, monkeypatch):
         with monkeypatch.context() as planted:
             error.plant(planted)
