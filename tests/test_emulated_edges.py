@@ -1,7 +1,7 @@
 """Training that needs each ordering edge of the hooks: what `nox -s dropped-edges` runs with one of them left out.
 
 At two ranks most edges are masked by others, by a collective's own for example. Each of these trainings takes such a
-mask away: one rank, gradients that are carried from one backward to the next, work of autograd after the last bucket, a
+mask away: one rank, gradients that are added to those of an earlier backward, work of autograd after the last bucket, a
 communication hook that reduces into a tensor of its own, two models, a backward that raises.
 """
 
@@ -31,11 +31,6 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, 2, backend=["emulated
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_one_backward_a_step(hook: str, partition: str, device: torch.device) -> None:
     _train(hook, partition, device, backwards=1)
-
-
-@pytest.mark.parametrize("partition", ["whole", "split"])
-def test_gradients_carried_to_the_next_backward(partition: str, device: torch.device) -> None:
-    _train("owner", partition, device, backwards=3)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
