@@ -61,6 +61,15 @@ def test_owners_hold_the_mean(
     assert traffic.of("reduce").bytes_sent == 2 * theirs * dtype.itemsize
 
 
+@pytest.mark.ranks(2, backend="gloo")
+def test_values_of_another_hook_are_kept_without_a_reduction(rank: int) -> None:
+    runs = [Run(0, 0, 1000, is_part=True), Run(1, 1000, 2000, is_part=True)]
+    bucket, place = values_of(rank, 2000), (1000 * rank, 1000 * (rank + 1))
+    reduction = CollectiveReducer(choose_private_group(RankGroup.of(), CPU), Traffic(), runs, bucket)
+    reduction.owned(bucket, *place).fill_(3)
+    assert torch.equal(reduction.owned(bucket, *place), torch.full((1000,), 3.0, dtype=torch.float64))
+
+
 @pytest.mark.ranks(5, backend="fake", fake_rank=2)
 def test_a_fake_group_needs_no_group_of_its_own() -> None:
     assert choose_private_group(RankGroup.of(), CPU) == RankGroup.of()

@@ -148,7 +148,7 @@ class CollectiveReducer(GradientReducer):
         staging = ranks.context.shared(Staging)
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
         self._owned: torch.Tensor | None = None
-        """This rank's row of the matrix, from :meth:`begin` until :meth:`release`."""
+        """This rank's row of the matrix, from its first use until :meth:`release`."""
         self._whole = [runs[index] for index in self.matrix.outside]
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
@@ -161,9 +161,8 @@ class CollectiveReducer(GradientReducer):
         column = self.matrix.columns[number] if self._runs else None
         if column is None:
             return buffer[start:stop]
-        assert self._owned is not None
         place = column + start - self._runs[number].start
-        return self._owned[place : place + stop - start]
+        return self._row()[place : place + stop - start]
 
     def release(self) -> None:
         """Free this rank's row of the matrix, and drop references to the memory of the last bucket."""
@@ -177,15 +176,14 @@ class CollectiveReducer(GradientReducer):
         unfinished: list[Callable[[], None]] = []
         if self._runs:
             group, op = self.ranks.group, self._op
-            if self._owned is None:
-                self._owned = torch.empty(self.matrix.width, dtype=self._dtype, device=self._device)
-            _keep(self._owned)
+            own = self._row()
+            _keep(own)
             if not self._averages:
                 buffer.div_(self.ranks.world_size)
             for number, (slot, chunk) in enumerate(zip(self._slots, self._chunks, strict=True)):
                 packed = slot.reserve(chunk.width * self.ranks.world_size, self._dtype)
                 foreach_copy_(*self._packing(number, buffer, packed))
-                row = self._owned[chunk.columns.start : chunk.columns.stop]
+                row = own[chunk.columns.start : chunk.columns.stop]
                 work = reduce_scatter(row, packed, op=op, group=group, async_op=True)
                 unfinished.append(_Passage(slot, partial(wait_for_collective, work, self.ranks, "backward()")).finish)
             reduce = partial(dist.reduce, group=group, op=op, async_op=True)
@@ -193,6 +191,12 @@ class CollectiveReducer(GradientReducer):
             unfinished += _together(self.ranks, self._device, "backward()", calls)
             self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(unfinished))
         return _CollectiveWork(self.traffic, unfinished)
+
+    def _row(self) -> torch.Tensor:
+        """Return this rank's row of the matrix. Another hook's values are copied there without :meth:`begin`."""
+        if self._owned is None:
+            self._owned = torch.empty(self.matrix.width, dtype=self._dtype, device=self._device)
+        return self._owned
 
     def _packing(self, number: int, buffer: torch.Tensor, packed: torch.Tensor) -> _Copies:
         """Return the blocks of a chunk in the matrix and in the bucket. Cached until either has another address."""
