@@ -23,7 +23,7 @@ USED: Mapping[str, str] = {
     "torch._foreach_add_": "the same",
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
     "torch._C._current_graph_task_id": "whether this thread is in a backward, and in which",
-    "torch._C._current_autograd_node": "whether a backward that ends is nested in another one",
+    "torch._C._current_autograd_node": "whether a backward that ends is nested in another one; whether it is compiled",
     "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward",
     "torch._C._storage_Use_Count": "whether the memory of a gradient has another user than its tensor",
     "torch.distributed._broadcast_coalesced": "buffers in as few broadcasts as DistributedDataParallel makes",
@@ -92,6 +92,11 @@ def in_autograd() -> bool:
 def in_nested_task() -> bool:
     """Return True in a callback at the end of a backward if that was called within another backward."""
     return torch._C._current_autograd_node() is not None
+
+
+def in_compiled_backward() -> bool:
+    """Return True in a hook of a gradient that compiled autograd calls: no node of the graph runs then."""
+    return torch._C._current_autograd_node() is None
 
 
 def storage_users(tensor: torch.Tensor) -> int:

@@ -20,7 +20,14 @@ import torch
 from torch.profiler import record_function
 from zeroshard_comm import BucketReduceWork, Coordinator, agreed, choose_transport
 
-from zeroshard._torch_private import disable_dynamo, graph_task_id, in_autograd, in_nested_task, queue_callback
+from zeroshard._torch_private import (
+    disable_dynamo,
+    graph_task_id,
+    in_autograd,
+    in_compiled_backward,
+    in_nested_task,
+    queue_callback,
+)
 from zeroshard.grads.bucket import common_device
 from zeroshard.grads.held import HeldBucket, HeldBuckets
 from zeroshard.grads.norms import GradNorms
@@ -159,6 +166,12 @@ class ShardedGradients(GradSource):
                     raise RuntimeError(
                         "backward(create_graph=True) is not supported with sharded gradients: compute the first "
                         "gradients by torch.autograd.grad(..., create_graph=True), and call backward() on the sum"
+                    )
+                if in_compiled_backward():
+                    raise RuntimeError(
+                        "compiled autograd is not supported with sharded gradients: it calls nothing at the end of "
+                        "backward. Compile the model or its blocks, and leave torch._dynamo.config.compiled_autograd "
+                        "off"
                     )
                 self.table.begin()
                 if self.table.left_out:
