@@ -379,6 +379,18 @@ class FreezesAndUnfreezes(Plain):
         self.a.requires_grad_(number != 2)
 
 
+class FreezesBetween(Plain):
+    """A layer is frozen between two backwards, and keeps the gradient of the first."""
+
+    is_exact = False
+
+    def backward(self, on: Rank) -> None:
+        on.loss(0).backward()
+        self.b.requires_grad_(False)
+        on.loss(1).backward()
+        self.b.requires_grad_(True)
+
+
 class BeginsFrozen(Plain):
     """A layer that is frozen first. The first backward after it was unfrozen goes through a part of the model."""
 

@@ -107,12 +107,14 @@ class Training:
             (whole, rest), (plain_whole, plain_rest) = matrices(ours), matrices(theirs)
             # Muon computes in bfloat16, in which another order of a sum is seen at once.
             second = optim.Muon if self.is_exact else optim.Adafactor
-            groups = [{"params": whole, "optimizer_class": second, "lr": 0.02}]
+            # Without an eps, Adafactor takes that of the first tensor's dtype for all others.
+            given: dict[str, Any] = {"lr": 0.02, "eps": 1e-7 if self.is_exact else (1e-12, 1e-3)}
+            groups = [{"params": whole, "optimizer_class": second, **given}]
             if rest:
                 groups.insert(0, {"params": rest})
                 self.references.append(optim.AdamW(plain_rest, **ADAM))
             self.optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, **ADAM, **settings)
-            self.references.append(second(plain_whole, lr=0.02))
+            self.references.append(second(plain_whole, **given))
         else:
             self.optimizer = ZeroRedundancyOptimizer(ours, optim.AdamW, **ADAM, **settings)
             self.references.append(optim.AdamW(theirs, **ADAM))
