@@ -57,6 +57,14 @@ def assert_equal(ours: Trained, theirs: Trained, steps: int, rounding: float = 0
     assert ours.complaints == theirs.complaints
 
 
+PLUGINS: dict[str, dict[str, Any]] = {
+    "hook": {},
+    "sharded": {"gradients": "sharded"},
+    "sharded, local": {"gradients": "sharded", "accumulate": "local"},
+}
+"""Arguments of the plugins for frameworks, by the name of a test's case."""
+
+
 def sharded(partition: str) -> Any:
     """ZeroRedundancyOptimizer with a partition, which cuts small tensors too."""
     return functools.partial(ZeroRedundancyOptimizer, partition=cutting(partition))

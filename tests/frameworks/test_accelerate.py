@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_scripts import Trained, assert_equal, lines_that_differ, script, sharded, train
+from example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script, sharded, train
 from framework_training import (
     MUON_ROUNDING,
     SEQUENCES,
@@ -58,14 +58,18 @@ def _state_of_this_test_alone():
     forget_accelerator()
 
 
-def train_script(kind: str, *arguments: Any, hook: bool = True, partition: str = "whole", **options: Any) -> Trained:
-    """Run a script of the page; sharded without the hook, that is the plain one with our optimizer class."""
+def train_script(kind: str, *arguments: Any, plugin: str = "hook", partition: str = "whole", **options: Any) -> Trained:
+    """Run a script of the page; sharded without the plugin, that is the plain one with our optimizer class."""
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
     forget_accelerator()
     ours = sharded(partition)
     if kind == "plain":
         return train("accelerate_plain", *arguments, **options)
-    if hook:
-        return train("accelerate_sharded", *arguments, replaced={"ZeroRedundancyOptimizer": ours}, **options)
+    if plugin in PLUGINS:
+        made = functools.partial(ZeroShardPlugin, **PLUGINS[plugin])
+        replaced = {"ZeroRedundancyOptimizer": ours, "ZeroShardPlugin": made}
+        return train("accelerate_sharded", *arguments, replaced=replaced, **options)
     without_hook = functools.partial(ours, optimizer_class=optim.AdamW)
     return train("accelerate_plain", *arguments, replaced={"AdamW": without_hook}, **options)
 
@@ -73,14 +77,14 @@ def train_script(kind: str, *arguments: Any, hook: bool = True, partition: str =
 class Training:
     """A plain loop around what ``prepare()`` returned."""
 
-    def __init__(self, is_sharded: bool, muon: str = "", **options: Any) -> None:
+    def __init__(self, is_sharded: bool, muon: str = "", plugin: str = "hook", **options: Any) -> None:
         from accelerate import Accelerator
         from zeroshard_integrations.accelerate import ZeroShardPlugin
 
         preparing = self.accelerator = Accelerator(cpu=True, **options)
         self.model, self.losses = muon_model(muon) if muon else new_model(), []
         if muon and is_sharded:
-            preparing = ZeroShardPlugin(self.accelerator)
+            preparing = ZeroShardPlugin(self.accelerator, **PLUGINS[plugin])
             self.built = preparing.create_optimizer(self.model, muon_groups, optim.AdamW, partition=muon)
             assert_shared(self.built, muon)
         else:
@@ -88,7 +92,7 @@ class Training:
         batches = DataLoader(Windows(), batch_size=SEQUENCES)
         prepared = preparing.prepare(self.model, self.built, batches, warmup(self.built))
         self.ddp, self.optimizer, self.batches, self.scheduler = prepared
-        assert isinstance(self.ddp, DistributedDataParallel)
+        assert isinstance(self.ddp, DistributedDataParallel) == (not is_sharded or plugin == "hook")
 
     def run(self, steps: range = range(STEPS)) -> Run:
         for step, batch in enumerate(self.batches):
@@ -98,7 +102,8 @@ class Training:
                 loss = self.ddp(**batch)
                 self.losses.append(loss.item())
                 self.accelerator.backward(loss)
-                self.accelerator.clip_grad_norm_(self.ddp.parameters(), 0.5)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.ddp.parameters(), 0.5)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -149,9 +154,10 @@ def test_a_state_consolidated_before_it_is_saved_is_the_unsharded_one_and_resume
 @two_ranks
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("partition", MUON_ROUNDING)
-def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(tmp_path, partition, accumulated):
+@pytest.mark.parametrize("plugin", ["hook", "sharded, local"])
+def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(tmp_path, partition, accumulated, plugin):
     folders, half = {True: tmp_path / "ours", False: tmp_path / "theirs"}, STEPS // 2
-    options = {"muon": partition, "gradient_accumulation_steps": accumulated}
+    options = {"muon": partition, "gradient_accumulation_steps": accumulated, "plugin": plugin}
     compared = {"steps": half, "rounding": MUON_ROUNDING[partition]}
 
     def save(is_sharded: bool) -> Run:
@@ -207,38 +213,44 @@ def test_saving_without_consolidating_is_an_error_that_says_what_to_call(tmp_pat
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("clip", ["norm", "value", "off"])
-@pytest.mark.parametrize("hook", [True, False])
-def test_twenty_steps_of_the_script_equal_the_unsharded_ones(precision, accumulated, clip, hook):
-    options = {"precision": precision, "accumulated": accumulated, "clip": clip}
-    ours, theirs = (train_script(kind, None, hook=hook, **options) for kind in ("sharded", "plain"))
-    assert_equal(ours, theirs, steps=20 * accumulated)
+@pytest.mark.parametrize("plugin", [*PLUGINS, "none"])
+def test_twenty_steps_of_the_script_equal_the_unsharded_ones(precision, accumulated, clip, plugin):
+    options, rounding = {"precision": precision, "accumulated": accumulated, "clip": clip}, 0.0
+    if plugin == "sharded" and accumulated > 1:
+        # The means of four batches add up, and not the batches of a rank.
+        options, rounding = {**options, "precision": "no", "dtype": torch.float64}, ROUNDING
+    ours, theirs = (train_script(kind, None, plugin=plugin, **options) for kind in ("sharded", "plain"))
+    assert_equal(ours, theirs, steps=20 * accumulated, rounding=rounding)
     assert len(ours.norms) == (20 if clip == "norm" else 0)
     assert_replicas_equal(ours.params)
 
 
 @two_ranks
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_cut_tensors_are_clipped_as_the_unsharded_ones(clip):
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_cut_tensors_are_clipped_as_the_unsharded_ones(clip, plugin):
     options = {"clip": clip, "dtype": torch.float64, "partition": "split"}
-    ours = train_script("sharded", None, **options)
+    ours = train_script("sharded", None, plugin=plugin, **options)
     del options["partition"]
     assert_equal(ours, train_script("plain", None, **options), steps=20, rounding=ROUNDING)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks):
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks, plugin):
     for kind in ("sharded", "plain"):
-        run_on_ranks(save, 2, kind, tmp_path / kind, init=False)
+        run_on_ranks(save, 2, kind, tmp_path / kind, plugin, init=False)
     assert_same_state(*(torch.load(tmp_path / kind / "000010" / OPTIMIZER_FILE) for kind in ("sharded", "plain")))
-    run_on_ranks(resume, ranks, tmp_path, init=False)
+    run_on_ranks(resume, ranks, tmp_path, plugin, init=False)
 
 
-def save(kind: str, folder: Path) -> None:
-    train_script(kind, folder, 0, 10, dtype=torch.float64)
+def save(kind: str, folder: Path, plugin: str) -> None:
+    train_script(kind, folder, 0, 10, plugin=plugin, dtype=torch.float64)
 
 
-def resume(folder: Path) -> None:
-    ours, theirs = (train_script(kind, folder / kind, 10, 20, dtype=torch.float64) for kind in ("sharded", "plain"))
+def resume(folder: Path, plugin: str) -> None:
+    options = {"plugin": plugin, "dtype": torch.float64}
+    ours, theirs = (train_script(kind, folder / kind, 10, 20, **options) for kind in ("sharded", "plain"))
     assert_equal(ours, theirs, steps=10, rounding=ROUNDING)
 
 
@@ -258,7 +270,7 @@ def test_where_state_is_missing_saving_raises_and_leaves_the_earlier_files(tmp_p
         assert {name: (tmp_path / name).read_bytes() for name in mine} == {name: before[name] for name in mine}
 
 
-def prepare_small_model(**options: Any):
+def prepare_small_model(plugin: str = "hook", **options: Any):
     from accelerate import Accelerator
     from zeroshard_integrations.accelerate import ZeroShardPlugin
 
@@ -266,10 +278,10 @@ def prepare_small_model(**options: Any):
     accelerator = Accelerator(cpu=True, **options)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    plugin = ZeroShardPlugin(accelerator)
+    preparing = ZeroShardPlugin(accelerator, **PLUGINS[plugin])
     built = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2)
-    prepared, optimizer = plugin.prepare(model, built)
-    return accelerator, prepared, optimizer, plugin
+    optimizer, prepared = preparing.prepare(built, model)
+    return accelerator, prepared, optimizer, preparing
 
 
 def step(accelerator: Any, model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -279,7 +291,8 @@ def step(accelerator: Any, model: nn.Module, optimizer: optim.Optimizer) -> None
 
 
 @two_ranks
-def test_two_models_have_an_optimizer_each():
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_two_models_have_an_optimizer_each(plugin):
     from accelerate import Accelerator
     from zeroshard_integrations.accelerate import ZeroShardPlugin
 
@@ -290,7 +303,7 @@ def test_two_models_have_an_optimizer_each():
         built = [nn.Linear(8, 8), nn.Linear(8, 1)]
         plain = [optim.AdamW(model.parameters(), lr=1e-2) for model in built]
         ours = [ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2) for model in built]
-        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        preparing = ZeroShardPlugin(accelerator, **PLUGINS[plugin]) if is_sharded else accelerator
         first, second, *optimizers = preparing.prepare(*built, *(ours if is_sharded else plain))
         for number in range(6):
             accelerator.backward(second(first(torch.ones(4, 8) * (1 + accelerator.process_index))).square().mean())
@@ -304,7 +317,8 @@ def test_two_models_have_an_optimizer_each():
 
 
 @two_ranks
-def test_two_optimizers_of_one_model_are_refused():
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_two_optimizers_of_one_model_are_refused(plugin):
     from accelerate import Accelerator
     from zeroshard_integrations.accelerate import ZeroShardPlugin
 
@@ -313,13 +327,14 @@ def test_two_optimizers_of_one_model_are_refused():
     optimizers = [ZeroRedundancyOptimizer([param], optim.AdamW, lr=1e-2) for param in model.parameters()]
     match = "got 2: give one optimizer a class per param group, or leave the hook out, or wrap a model for each"
     with raises_on(TypeError, ranks=[0, 1], match=match):
-        ZeroShardPlugin(Accelerator(cpu=True)).prepare(model, *optimizers)
+        ZeroShardPlugin(Accelerator(cpu=True), **PLUGINS[plugin]).prepare(model, *optimizers)
 
 
 @two_ranks
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("muon", [True, False])
-def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip, muon):
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip, muon, plugin):
     from accelerate import Accelerator
     from zeroshard_integrations.accelerate import ZeroShardPlugin
 
@@ -335,7 +350,7 @@ def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip, muon):
             ours, plain = ZeroRedundancyOptimizer(groups, optim.AdamW, partition="level"), MuonAndAdamW(groups)
         else:
             ours, plain = (build(model.parameters(), lr=1e-2) for build in (sharded_adam, optim.Adam))
-        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        preparing = ZeroShardPlugin(accelerator, **PLUGINS[plugin]) if is_sharded else accelerator
         prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
         skipped = []
         for number in range(12):
@@ -360,7 +375,8 @@ def sharded_adam(params: Any, **options: Any) -> ZeroRedundancyOptimizer:
 
 
 @two_ranks
-def test_clipping_a_plateau_and_an_average_of_the_model():
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_clipping_a_plateau_and_an_average_of_the_model(plugin):
     from accelerate import Accelerator
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
     from zeroshard_integrations.accelerate import ZeroShardPlugin
@@ -371,7 +387,7 @@ def test_clipping_a_plateau_and_an_average_of_the_model():
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
         ours, plain = ZeroRedundancyOptimizer(model.parameters(), optim.Adam), optim.Adam(model.parameters())
-        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        preparing = ZeroShardPlugin(accelerator, **PLUGINS[plugin]) if is_sharded else accelerator
         prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
         scheduler = accelerator.prepare(optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -389,8 +405,9 @@ def test_clipping_a_plateau_and_an_average_of_the_model():
 
 
 @two_ranks
-def test_a_compiled_model_has_the_hook_too():
-    _, model, optimizer, _ = prepare_small_model(dynamo_backend="eager")
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_a_compiled_model_has_the_hook_too(plugin):
+    _, model, optimizer, _ = prepare_small_model(plugin, dynamo_backend="eager")
     model(torch.ones(4, 8)).square().mean().backward()
     assert {type(param.grad).__name__ for param in model.parameters()} == {"GradPlaceholder"}
     optimizer.step()
@@ -398,13 +415,87 @@ def test_a_compiled_model_has_the_hook_too():
 
 
 @pytest.mark.ranks(1, backend="gloo")
-def test_a_single_process_without_ddp_trains_and_saves(tmp_path, monkeypatch):
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_a_single_process_without_ddp_trains_and_saves(tmp_path, monkeypatch, plugin):
     monkeypatch.delenv("LOCAL_RANK")
-    accelerator, model, optimizer, _ = prepare_small_model()
+    accelerator, model, optimizer, _ = prepare_small_model(plugin)
     assert not isinstance(model, DistributedDataParallel)
     step(accelerator, model, optimizer)
     accelerator.save_state(tmp_path)
     assert len(torch.load(tmp_path / OPTIMIZER_FILE)["state"]) == 4
+
+
+def batch_of(accelerator: Any) -> torch.Tensor:
+    return torch.ones(4, 8) * (1 + accelerator.process_index)
+
+
+@two_ranks
+def test_a_model_whose_gradients_are_sharded_stays_what_it_is(rank):
+    accelerator, model, optimizer, _ = prepare_small_model("sharded")
+    step(accelerator, model, optimizer)
+    assert isinstance(model, nn.Sequential)
+    assert accelerator.unwrap_model(model) is model
+    # Rank 0 evaluates alone.
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(batch_of(accelerator))
+        model.train()
+    accelerator.backward(model(batch_of(accelerator)).sum())
+    assert {type(param.grad).__name__ for param in model.parameters()} == {"GradPlaceholder"}
+    optimizer.step()
+    assert_replicas_equal(model.parameters())
+
+
+@two_ranks
+@pytest.mark.parametrize("plugin", ["sharded", "sharded, local"])
+def test_batches_are_reduced_where_the_plugin_says(plugin):
+    accelerator, model, _, _ = prepare_small_model(plugin, gradient_accumulation_steps=2)
+    kinds = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch_of(accelerator)).sum())
+        kinds.append({type(param.grad).__name__ for param in model.parameters()})
+    assert kinds == [{"Tensor" if "local" in plugin else "GradPlaceholder"}, {"GradPlaceholder"}]
+
+
+@two_ranks
+def test_a_model_without_a_sharded_optimizer_is_wrapped():
+    accelerator, model, _, preparing = prepare_small_model("sharded, local")
+    other = nn.Linear(8, 8)
+    prepared, _ = preparing.prepare(other, optim.SGD(other.parameters()))
+    assert isinstance(prepared, DistributedDataParallel)
+    with accelerator.accumulate(model, prepared), accelerator.no_sync(model), accelerator.no_sync(prepared):
+        assert not prepared.require_backward_grad_sync
+        accelerator.backward(model(prepared(batch_of(accelerator))).sum())
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
+
+
+@two_ranks
+def test_what_cannot_be_sharded_is_refused_on_every_rank():
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def new(options: dict[str, Any], **plugin: Any):
+        forget_accelerator()
+        handler = DistributedDataParallelKwargs(**options)
+        return ZeroShardPlugin(Accelerator(cpu=True, kwargs_handlers=[handler]), **plugin)
+
+    for wrong in ({"gradients": "shard"}, {"gradients": "sharded", "accumulate": "no"}):
+        with raises_on(ValueError, ranks=[0, 1], match="pass gradients='ddp' or 'sharded', and"):
+            new({}, **wrong)
+    hook = {"comm_hook": DDPCommunicationHookType.FP16}
+    with raises_on(ValueError, ranks=[0, 1], match="no DistributedDataParallel, which has the options comm_hook"):
+        new(hook, gradients="sharded")
+    plugin = new({"find_unused_parameters": True, "bucket_cap_mb": 1}, gradients="sharded")
+    model = nn.Linear(2, 2)
+    wrapped = plugin.prepare(model)
+    with raises_on(ValueError, ranks=[0, 1], match="takes the place of DistributedDataParallel: pass the module"):
+        plugin.prepare(wrapped, ZeroRedundancyOptimizer(model.parameters(), optim.SGD))
+    part = nn.Linear(2, 2)
+    with raises_on(ValueError, ranks=[0, 1], match="the optimizer does not have 'bias', which is trained"):
+        plugin.prepare(part, ZeroRedundancyOptimizer([part.weight], optim.SGD))
 
 
 @two_ranks

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 
-from zeroshard_integrations.ddp import ONE_OPTIMIZER, register_reduce_to_owner
+from zeroshard_integrations.ddp import ONE_OPTIMIZER
+from zeroshard_integrations.model_gradients import ModelGradients
 
 __all__ = ["ZeroRedundancyOptimizer", "ZeroShardPlugin"]
 
@@ -34,9 +35,14 @@ class ZeroShardPlugin:
         accelerator: an accelerator with no other parallelism than DistributedDataParallel, or with a single process.
         norms: whether ranks exchange the 2-norms of gradients; see
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
+        gradients: ``"ddp"`` for the hook. With ``"sharded"``, :func:`~zeroshard.shard_gradients` takes the place of
+            DistributedDataParallel for models with a sharded optimizer: a rank keeps its part of the gradients alone.
+        accumulate: how sharded gradients accumulate in ``accelerator.accumulate()`` and ``no_sync()``. ``"owner"``
+            reduces those of each batch to their owners; ``"local"`` reduces their sums, and a rank then has them all.
 
     Raises:
-        ValueError: if the accelerator uses another parallelism.
+        ValueError: if the accelerator uses another parallelism, or has options of DistributedDataParallel that
+            ``"sharded"`` lacks, or if ``gradients`` or ``accumulate`` is unknown.
 
     Example::
 
@@ -44,9 +50,13 @@ class ZeroShardPlugin:
         model, optimizer, batches = ZeroShardPlugin(accelerator).prepare(model, optimizer, batches)
     """
 
-    def __init__(self, accelerator: Accelerator, *, norms: bool = True) -> None:
-        check_parallelism(accelerator)
-        self._accelerator, self._norms = accelerator, norms
+    def __init__(
+        self, accelerator: Accelerator, *, norms: bool = True, gradients: str = "ddp", accumulate: str = "owner"
+    ) -> None:
+        self._gradients = replace_ddp(
+            accelerator, self._is_trained, norms=norms, gradients=gradients, accumulate=accumulate
+        )
+        self._accelerator = accelerator
         self._optimizers: list[ZeroRedundancyOptimizer] = []
         accelerator.register_save_state_pre_hook(self._before_saving)
 
@@ -73,7 +83,7 @@ class ZeroShardPlugin:
         return ZeroRedundancyOptimizer(call_param_groups(param_groups, model), optimizer_class, **options)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:  # noqa: ANN401 - as Accelerate's
-        """Call ``accelerator.prepare()``, and register the communication hooks.
+        """Call ``accelerator.prepare()``, and register the communication hooks or shard the gradients.
 
         Args:
             *objects: the objects for Accelerate. Pass a sharded optimizer together with its model.
@@ -84,7 +94,8 @@ class ZeroShardPlugin:
 
         Raises:
             TypeError: if a model has several sharded optimizers.
-            ValueError: if a sharded optimizer is passed without its model, or lacks a parameter of the model.
+            ValueError: if a sharded optimizer is passed without its model, or lacks a parameter of the model, or as
+                :func:`~zeroshard.shard_gradients`.
         """
         optimizers = [each for each in objects if isinstance(each, ZeroRedundancyOptimizer)]
         for optimizer in optimizers:
@@ -93,12 +104,15 @@ class ZeroShardPlugin:
                     "a ZeroRedundancyOptimizer was passed to prepare() without a model whose parameters it has: pass "
                     "both in one call, so that the communication hook can be registered"
                 )
+        self._optimizers += optimizers
         prepared = self._accelerator.prepare(*objects, **options)
         for each in prepared if len(objects) > 1 else [prepared]:
             if isinstance(each, nn.Module):
-                reduce_to_owners(each, optimizers, norms=self._norms)
-        self._optimizers += optimizers
+                reduce_to_owners(each, optimizers, self._gradients)
         return prepared
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        return any(_shares_parameters(model, optimizer) for optimizer in self._optimizers)
 
     def _before_saving(self, *_: object) -> None:
         if self._accelerator.project_configuration.save_on_each_node:
@@ -112,19 +126,39 @@ class ZeroShardPlugin:
             check_whole([optimizer.state_dict() for optimizer in self._optimizers])
 
 
-def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool = True) -> None:
-    """Register the hook for the optimizer that has a model's parameters. No-op if Accelerate has not wrapped the model.
+def reduce_to_owners(
+    model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], gradients: ModelGradients
+) -> None:
+    """Connect a model to the optimizer that has its parameters. No-op if Accelerate would not wrap the model.
 
     Raises a TypeError if several optimizers have its parameters.
     """
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
-    # Under torch.compile, DistributedDataParallel is a child of the model.
-    for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:
-        if len(owners) > 1:
-            raise TypeError(
-                f"ZeroShardPlugin trains a model with one optimizer, but got {len(owners)}: {ONE_OPTIMIZER}"
-            )
-        register_reduce_to_owner(ddp, owners[0], norms=norms)
+    is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if len(owners) > 1 and (is_wrapped or gradients.is_sharded):
+        raise TypeError(f"ZeroShardPlugin trains a model with one optimizer, but got {len(owners)}: {ONE_OPTIMIZER}")
+    for optimizer in owners:
+        gradients.connect(model, optimizer)
+
+
+def replace_ddp(accelerator: Accelerator, is_trained: Callable[[nn.Module], bool], **options: Any) -> ModelGradients:  # noqa: ANN401 - passed on
+    """Return what connects models to optimizers. If it shards gradients, the accelerator wraps no trained model."""
+    check_parallelism(accelerator)
+    handler = accelerator.ddp_handler
+    ddp_options = {} if handler is None else handler.to_kwargs()
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        ddp_options["comm_hook"] = handler.comm_hook
+    connected = ModelGradients(ddp_options, **options)
+    connected.is_sharded &= accelerator.distributed_type != DistributedType.NO
+    if connected.is_sharded:
+        prepare_model = accelerator.prepare_model
+
+        def prepare(model: nn.Module, *rest: Any, evaluation_mode: bool = False, **options: Any) -> Any:  # noqa: ANN401 - passed on
+            # For evaluation, Accelerate does all but wrapping.
+            return prepare_model(model, *rest, evaluation_mode=evaluation_mode or is_trained(model), **options)
+
+        accelerator.prepare_model, accelerator.no_sync = prepare, connected.no_backward_sync
+    return connected
 
 
 def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.training_args import ParallelMode
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 
-from zeroshard_integrations.accelerate import ParamGroups, call_param_groups, check_parallelism, reduce_to_owners
+from zeroshard_integrations.accelerate import ParamGroups, call_param_groups, reduce_to_owners, replace_ddp
 
 
 class ZeroShardTrainerMixin(Trainer):
@@ -26,6 +26,8 @@ class ZeroShardTrainerMixin(Trainer):
         *arguments: arguments of the Trainer. An optimizer passed as ``optimizers`` is a ``ZeroRedundancyOptimizer``.
         param_groups: takes the model and returns param groups, each of which may name an ``optimizer_class``; they
             replace the Trainer's groups and its ``weight_decay``.
+        gradients: ``"ddp"`` or ``"sharded"``, as for :class:`~zeroshard_integrations.accelerate.ZeroShardPlugin`.
+        accumulate: ``"owner"`` or ``"local"``, likewise, for ``gradient_accumulation_steps``.
         **options: keyword arguments of the Trainer.
 
     Attributes:
@@ -34,7 +36,8 @@ class ZeroShardTrainerMixin(Trainer):
 
     Raises:
         ValueError: if a plain optimizer was passed, or any with ``param_groups``, or for another parallelism,
-            ``save_on_each_node``, or when training begins, an optimizer that cannot be sharded.
+            ``save_on_each_node``, unknown ``gradients`` or ``accumulate``, or when training begins, an optimizer or
+            gradients that cannot be sharded.
         TypeError: when training begins, if ``param_groups`` is not a function, or does not return a list of dicts.
 
     Example::
@@ -46,9 +49,18 @@ class ZeroShardTrainerMixin(Trainer):
     sharding_options: ClassVar[Mapping[str, Any]] = {}
     optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None
 
-    def __init__(self, *arguments: Any, param_groups: ParamGroups | None = None, **options: Any) -> None:  # noqa: ANN401 - the Trainer's
+    def __init__(
+        self,
+        *arguments: Any,  # noqa: ANN401 - the Trainer's
+        param_groups: ParamGroups | None = None,
+        gradients: str = "ddp",
+        accumulate: str = "owner",
+        **options: Any,  # noqa: ANN401 - the Trainer's
+    ) -> None:
         super().__init__(*arguments, **options)
-        check_parallelism(self.accelerator)
+        self._gradients = replace_ddp(
+            self.accelerator, lambda model: model is self.model, gradients=gradients, accumulate=accumulate
+        )
         if self.args.save_on_each_node:
             raise ValueError(
                 "save_on_each_node=True writes the optimizer's state on every node, and ZeroShardTrainer gathers it on "
@@ -117,18 +129,19 @@ class ZeroShardTrainer(ZeroShardTrainerMixin):
 
 
 class _RegisterHook(TrainerCallback):
-    """Registers the communication hook once the Trainer has wrapped its model, which it does when training begins."""
+    """Connects the model to its optimizer once the Trainer has prepared both, which it does when training begins."""
 
     def __init__(self, trainer: ZeroShardTrainerMixin) -> None:
         self._trainer = trainer
-        self._registered: nn.Module | None = None
+        self._connected: tuple[nn.Module, ZeroRedundancyOptimizer] | None = None
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         model, optimizer = self._trainer.model_wrapped, sharded_optimizer(self._trainer.optimizer)
         # A second call of train() uses the same wrapped model.
-        if optimizer is not None and model is not self._registered:
-            reduce_to_owners(model, [optimizer])
-            self._registered = model
+        if optimizer is not None and (model, optimizer) != self._connected:
+            self._trainer._gradients.disconnect()
+            reduce_to_owners(model, [optimizer], self._trainer._gradients)
+            self._connected = model, optimizer
 
 
 def sharded_optimizer(optimizer: Optimizer | None) -> ZeroRedundancyOptimizer | None:
