@@ -73,14 +73,16 @@ class GradientSharding:
         """Remove all hooks from the model, and its reduced gradients. Call it on every rank; it sends nothing.
 
         Raises:
-            RuntimeError: if a backward has not ended.
+            RuntimeError: if an exception has left the last backward; the hooks are removed all the same.
         """
-        self._source.end_last()
-        self._hooks.remove()
-        for param in self._model.parameters():
-            if isinstance(param.grad, GradPlaceholder):
-                param.grad = None
-        self._optimizer._engine.drop_source()
+        try:
+            self._source.end_last()
+        finally:
+            self._hooks.remove()
+            for param in self._model.parameters():
+                if isinstance(param.grad, GradPlaceholder):
+                    param.grad = None
+            self._optimizer._engine.drop_source()
 
 
 def shard_gradients(
