@@ -39,6 +39,15 @@ def script(name: str) -> ModuleType:
     return example_scripts.script(name)
 
 
+def strategy(framework: str, plugin: str) -> Any:
+    """Return the strategy of a test's case: ours with the arguments of a plugin; a name is what it says."""
+    ours = importlib.import_module("zeroshard_integrations.lightning")
+    if plugin not in example_scripts.PLUGINS:
+        return "ddp" if plugin == "none" else plugin
+    made = ours.ZeroShardStrategy if framework == "lightning" else ours.FabricZeroShardStrategy
+    return made(gradient_as_bucket_view=True, **example_scripts.PLUGINS[plugin])
+
+
 def train(
     framework: str,
     is_sharded: bool,
@@ -48,14 +57,14 @@ def train(
     steps: int = TWENTY,
     accumulated: int = 1,
     clipping: str = "off",
-    hook: bool = True,
+    plugin: str = "hook",
     partition: str = "whole",
     **options: Any,
 ) -> Run:
     """Run one of the four scripts; ``options`` are those of ``Trainer``, or of the script of Fabric."""
     module = script(f"{framework}_{'sharded' if is_sharded else 'plain'}")
-    if not hook:
-        options["strategy"] = "ddp"
+    if is_sharded and plugin != "hook":
+        options["strategy"] = strategy(framework, plugin)
     options |= CLIPPING[framework][clipping]
     if framework == "lightning":
         options |= {"max_steps": steps, "accumulate_grad_batches": accumulated}

@@ -25,12 +25,15 @@ from framework_training import (
     new_model,
     warmup,
 )
+from lightning_training import strategy as new_strategy
 from torch import nn, optim
 from torch.utils.data import DataLoader
 from training import assert_same_state
 from zeroshard import ZeroRedundancyOptimizer
 
 pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
+
+STRATEGIES = ["ddp", "ddp_zeroshard", "sharded"]
 
 
 def muon(model: nn.Module, is_sharded: bool, partition: str) -> optim.Optimizer:
@@ -53,7 +56,6 @@ def fit(
     save_to: Path | None = None,
 ) -> Run:
     import lightning.pytorch as pl
-    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -84,7 +86,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy if is_sharded else "ddp",
+        strategy=new_strategy("lightning", strategy) if is_sharded else "ddp",
         max_steps=steps,
         gradient_clip_val=None if manual else 0.5,
         logger=False,
@@ -98,13 +100,13 @@ def fit(
     return Run(module.model, module.losses)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_ten_steps_equal_the_unsharded_ones(manual, strategy):
     assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual, strategy=strategy))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
     fit(True, strategy=strategy, steps=STEPS // 2, save_to=ours)
@@ -119,7 +121,7 @@ def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
     assert_equal_to_unsharded(resume, steps=STEPS // 2)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("partition", MUON_ROUNDING)
 def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition, strategy, tmp_path):
     files, half = {True: tmp_path / "ours.ckpt", False: tmp_path / "theirs.ckpt"}, STEPS // 2
@@ -131,14 +133,14 @@ def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition,
     assert_equal_to_unsharded(lambda ours: fit(ours, resume_from=files[True], **options), **compared)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("partition", MUON_ROUNDING)
 def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strategy, tmp_path):
-    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
     from lightning.fabric import Fabric
 
     def train(is_sharded: bool) -> Run:
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy if is_sharded else "ddp")
+        chosen = new_strategy("fabric", strategy) if is_sharded else "ddp"
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
         fabric.launch()
         model, losses = muon_model(partition), []
         ddp, optimizer = fabric.setup(model, muon(model, is_sharded, partition))
@@ -161,10 +163,9 @@ def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strateg
     assert_same_muon_state(*saved, partition)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("feature", ["alone", "fp16 with a scaler", "compiled"])
 def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp_path):
-    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 
@@ -173,7 +174,7 @@ def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp
         if feature == "fp16 with a scaler":
             # Too large at first: some steps are skipped.
             plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))]
-        chosen = strategy if is_sharded else "ddp"
+        chosen = new_strategy("fabric", strategy) if is_sharded else "ddp"
         fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen, plugins=plugins)
         fabric.launch()
         model, losses = new_model(), []

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from example_scripts import PLUGINS
 from framework_training import needs
-from lightning_training import recorded, script
+from lightning_training import recorded, script, strategy
 from torch import optim
 from torch.utils.data import DataLoader
 from training import assert_bitwise_equal
@@ -19,6 +20,14 @@ pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
 
 EPOCHS, BATCHES = 4, 5
 SUMMARY = "Optimizer state, sharded by zeroshard: "
+PLUGIN = ["hook"]
+
+
+@pytest.fixture(autouse=True, params=["hook", "sharded, local"])
+def _plugin(request):
+    PLUGIN[:] = [request.param]
+    yield
+    PLUGIN[:] = ["hook"]
 
 
 def fit(is_sharded: bool, scheduler: str | None, prepare: Callable[[Any], Any], options: Mapping[str, Any]):
@@ -58,7 +67,7 @@ def fit(is_sharded: bool, scheduler: str | None, prepare: Callable[[Any], Any], 
         **{
             "accelerator": "cpu",
             "devices": 2,
-            "strategy": "ddp_zeroshard" if is_sharded else "ddp",
+            "strategy": strategy("lightning", PLUGIN[0]) if is_sharded else "ddp",
             "max_epochs": EPOCHS,
             "logger": False,
             "enable_checkpointing": False,
@@ -182,7 +191,11 @@ def test_options_of_ddp(option):
         from lightning.pytorch.strategies import DDPStrategy
         from zeroshard_integrations.lightning import ZeroShardStrategy
 
-        return {"strategy": (ZeroShardStrategy if is_sharded else DDPStrategy)(**{option: True})}
+        return {
+            "strategy": ZeroShardStrategy(**{option: True}, **PLUGINS[PLUGIN[0]])
+            if is_sharded
+            else DDPStrategy(**{option: True})
+        }
 
     assert_equal(options)
 

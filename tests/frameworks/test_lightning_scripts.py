@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from example_scripts import lines_that_differ
+from example_scripts import PLUGINS, lines_that_differ
 from framework_training import Run, assert_equal_to_unsharded, needs
-from lightning_training import TWENTY, recorded, script, train
+from lightning_training import TWENTY, recorded, script, strategy, train
 from torch import nn
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_testing import raises_on, run_on_ranks
+from zeroshard_comm import PeerLostError
+from zeroshard_testing import assert_replicas_equal, raises_on, run_on_ranks
 
 pytestmark = needs("lightning")
 
@@ -24,7 +25,9 @@ SUMMARY = "Optimizer state, sharded by zeroshard: "
 ROUNDING = 1e-12
 
 
-def assert_trained_alike(framework: str, folder: Path, steps: int = TWENTY, **options: Any) -> None:
+def assert_trained_alike(
+    framework: str, folder: Path, steps: int = TWENTY, rounding: float = 0.0, **options: Any
+) -> None:
     """Train plainly, then sharded: the same numbers, and no line logged and no warning that is not there plainly."""
     said = {}
 
@@ -34,7 +37,7 @@ def assert_trained_alike(framework: str, folder: Path, steps: int = TWENTY, **op
 
     # Lightning shows some warnings once in a process: those of plain training come first.
     plain = run(False)
-    assert_equal_to_unsharded(lambda is_sharded: run(True) if is_sharded else plain, steps)
+    assert_equal_to_unsharded(lambda is_sharded: run(True) if is_sharded else plain, steps, rounding)
     assert not {line for line in said[True] - said[False] if not line.startswith(SUMMARY)}
 
 
@@ -50,17 +53,21 @@ def test_three_lines_differ(framework: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("clipping", ["off", "norm", "value"])
-@pytest.mark.parametrize("hook", [True, False], ids=["hook", "no hook"])
-def test_sharded_training_equals_plain_training(framework, precision, accumulated, clipping, hook, tmp_path):
-    options = {"precision": precision, "accumulated": accumulated, "clipping": clipping, "hook": hook}
+@pytest.mark.parametrize("plugin", [*PLUGINS, "none"])
+def test_sharded_training_equals_plain_training(framework, precision, accumulated, clipping, plugin, tmp_path):
+    options = {"precision": precision, "accumulated": accumulated, "clipping": clipping, "plugin": plugin}
+    if plugin == "sharded" and accumulated > 1:
+        # The means of four batches add up, and not the batches of a rank.
+        options |= {"precision": "64-true", "rounding": ROUNDING}
     assert_trained_alike(framework, tmp_path, TWENTY * accumulated, **options)
 
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("clipping", ["norm", "value"])
-def test_cut_tensors_clipped_in_float64(framework, clipping, tmp_path):
-    options = {"precision": "64-true", "partition": "split", "clipping": clipping}
+@pytest.mark.parametrize("plugin", ["hook", "sharded"])
+def test_cut_tensors_clipped_in_float64(framework, clipping, plugin, tmp_path):
+    options = {"precision": "64-true", "partition": "split", "clipping": clipping, "plugin": plugin}
     ours, theirs = (train(framework, is_sharded, tmp_path / "run.ckpt", **options) for is_sharded in (True, False))
     for (name, value), expected in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         assert value.dtype == torch.float64
@@ -73,9 +80,11 @@ def resumed(framework: str, is_sharded: bool, checkpoint: Path, **options: Any) 
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-def test_saved_at_two_ranks_and_resumed_at_one_and_three(framework: str, partition: str, tmp_path: Path) -> None:
-    run = functools.partial(run_on_ranks, resumed, init=False)
+@pytest.mark.parametrize(("partition", "plugin"), [("whole", "hook"), ("split", "hook"), ("split", "sharded")])
+def test_saved_at_two_ranks_and_resumed_at_one_and_three(
+    framework: str, partition: str, plugin: str, tmp_path: Path
+) -> None:
+    run = functools.partial(run_on_ranks, resumed, init=False, plugin=plugin)
     for is_sharded in (True, False):
         saved = tmp_path / f"{is_sharded}.ckpt"
         run(ranks=2, framework=framework, is_sharded=is_sharded, checkpoint=saved, partition=partition, steps=10)
@@ -222,3 +231,73 @@ def test_the_size_of_the_state_is_logged_where_the_model_summary_is(tmp_path, cl
     with recorded() as said:
         train("lightning", True, tmp_path / "run.ckpt", steps=2, enable_model_summary=False)
     assert not [line for line in said if line.startswith(SUMMARY)]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("plugin", ["sharded", "sharded, local"])
+def test_fabric_reduces_batches_where_the_strategy_says(plugin, rank, tmp_path):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy("fabric", plugin))
+    fabric.launch()
+    made = torch.nn.Linear(4, 4)
+    model, optimizer = fabric.setup(made, ZeroRedundancyOptimizer(made.parameters(), torch.optim.SGD, lr=0.1))
+    assert model.module is made
+    kinds = []
+    for is_accumulating in (True, False):
+        with fabric.no_backward_sync(model, enabled=is_accumulating):
+            fabric.backward(model(torch.ones(1, 4)).sum())
+        kinds.append({type(param.grad).__name__ for param in made.parameters()})
+    assert kinds == [{"Tensor" if "local" in plugin else "GradPlaceholder"}, {"GradPlaceholder"}]
+    optimizer.step()
+    # Rank 0 evaluates alone.
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+    fabric.save(tmp_path / "run.ckpt", {"model": model})
+    assert [*torch.load(tmp_path / "run.ckpt")["model"]] == ["weight", "bias"]
+    assert_replicas_equal(made.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_has_no_hooks_after_training(fails, tmp_path, monkeypatch):
+    module = script("lightning_sharded").Module()
+    monkeypatch.setattr(script("lightning_sharded"), "Module", lambda: module)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("in backward")
+
+    def fit() -> None:
+        train("lightning", True, tmp_path / "run.ckpt", plugin="sharded", steps=2)
+
+    if fails:
+        handle = next(module.parameters()).register_hook(fail)
+        with raises_on(ArithmeticError, ranks=[0, 1], match="in backward"):
+            fit()
+        handle.remove()
+        with raises_on(PeerLostError, ranks=[0, 1], match="an exception has left it. Start again from a checkpoint"):
+            fit()
+    else:
+        fit()
+        fit()
+        assert_replicas_equal(module.parameters())
+    module.zero_grad()
+    sum(param.sum() for param in module.parameters()).backward()
+    assert {type(param.grad) for param in module.parameters()} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradients": "shard"}, "gradients='shard', accumulate='owner': pass gradients='ddp' or 'sharded', and"),
+        ({"gradients": "sharded", "accumulate": "all"}, "accumulate='all': pass gradients='ddp' or 'sharded', and"),
+        ({"gradients": "sharded", "init_sync": False}, "no DistributedDataParallel, which has the options init_sync"),
+    ],
+)
+def test_what_the_strategies_do_not_have_is_refused(framework, options, message):
+    from zeroshard_integrations.lightning import FabricZeroShardStrategy, ZeroShardStrategy
+
+    with pytest.raises(ValueError, match=message):
+        (ZeroShardStrategy if framework == "lightning" else FabricZeroShardStrategy)(**options)

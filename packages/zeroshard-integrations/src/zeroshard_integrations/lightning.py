@@ -9,6 +9,7 @@ Lightning's own: it consolidates an optimizer's state to rank 0 before it saves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,12 +19,12 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 from zeroshard_core import Cost, repartition, state_bytes
 
-from zeroshard_integrations.ddp import ONE_OPTIMIZER, register_reduce_to_owner
+from zeroshard_integrations.ddp import ONE_OPTIMIZER
+from zeroshard_integrations.model_gradients import ModelGradients
 
 __all__ = ["NAME", "FabricZeroShardStrategy", "ZeroRedundancyOptimizer", "ZeroShardStrategy"]
 
@@ -31,7 +32,36 @@ NAME = "ddp_zeroshard"
 """The value of ``strategy`` for ``Trainer`` and ``Fabric``."""
 
 
-class ZeroShardStrategy(DDPStrategy):
+class _WithGradients:
+    """Has what the strategies of the Trainer and of Fabric share: where gradients are."""
+
+    def __init__(
+        self,
+        *,
+        norms: bool = True,
+        gradients: str = "ddp",
+        accumulate: str = "owner",
+        **options: Any,  # noqa: ANN401 - passed on
+    ) -> None:
+        super().__init__(**options)
+        ddp_options = {name: value for name, value in options.items() if name.startswith("ddp_comm_")}
+        ddp_options.update(vars(self)["_ddp_kwargs"])
+        self._gradients = ModelGradients(ddp_options, norms=norms, gradients=gradients, accumulate=accumulate)
+
+
+class _Caller(torch.nn.Module):
+    """Calls a module whose gradients are sharded, as DistributedDataParallel does, and has its state."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict  # type: ignore[method-assign]
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - the module's
+        return self.module(*arguments, **options)
+
+
+class ZeroShardStrategy(_WithGradients, DDPStrategy):
     """DistributedDataParallel for Lightning's Trainer, with gradients sent only to their owners.
 
     ``configure_optimizers()`` returns a :class:`zeroshard.ZeroRedundancyOptimizer` of all parameters that are trained.
@@ -40,20 +70,42 @@ class ZeroShardStrategy(DDPStrategy):
     Args:
         norms: whether ranks exchange the 2-norms of gradients; see
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
+        gradients: ``"ddp"`` for the hook. With ``"sharded"``, :func:`~zeroshard.shard_gradients` takes the place of
+            DistributedDataParallel: a rank keeps its part of the gradients alone.
+        accumulate: how sharded gradients accumulate over batches. ``"owner"`` reduces those of each batch to their
+            owners; ``"local"`` reduces their sums, and a rank then has them all.
         **options: the options of Lightning's ``DDPStrategy``, which passes unknown ones to DistributedDataParallel.
 
     Raises:
         TypeError: when ``fit()`` begins, on every rank, if ``configure_optimizers()`` returns another optimizer, or
             several.
-        ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model.
+        ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model, or if gradients
+            cannot be sharded; at once, for unknown ``gradients`` or ``accumulate``, or an option that ``"sharded"``
+            lacks.
     """
 
-    def __init__(self, *, norms: bool = True, **options: Any) -> None:  # noqa: ANN401 - passed on
-        super().__init__(**options)
-        self._norms = norms
+    def configure_ddp(self) -> None:
+        """Wrap the model."""
+        if self._gradients.is_sharded:
+            self.model = _Caller(self.lightning_module)
+        else:
+            super().configure_ddp()
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Return the context of a batch after which no step comes."""
+        return self._gradients.no_backward_sync(self.model)
+
+    def teardown(self) -> None:
+        """Unwrap the model."""
+        # A backward that an error has left is not to hide it.
+        with suppress(RuntimeError):
+            self._gradients.disconnect()
+        if isinstance(self.model, _Caller):
+            self.model = self.lightning_module
+        super().teardown()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Register the hook. Lightning calls this after it has wrapped the model."""
+        """Register the hook, or shard the gradients. Lightning calls this after it has wrapped the model."""
         super().setup_optimizers(trainer)
         _register_hook(self, self.model, self.optimizers, "configure_optimizers() returned")
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
@@ -70,16 +122,17 @@ class ZeroShardStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
 
-class FabricZeroShardStrategy(FabricDDPStrategy):
+class FabricZeroShardStrategy(_WithGradients, FabricDDPStrategy):
     """DistributedDataParallel for Fabric, with gradients sent only to their owners.
 
-    ``fabric.setup(model, optimizer)`` receives the model and its optimizer together. Arguments are ``norms``, as for
-    :class:`ZeroShardStrategy`, and the options of Fabric's ``DDPStrategy`` and of DistributedDataParallel.
+    ``fabric.setup(model, optimizer)`` receives the model and its optimizer together. Arguments are ``norms``,
+    ``gradients`` and ``accumulate``, as for :class:`ZeroShardStrategy`, and the options of Fabric's ``DDPStrategy`` and
+    of DistributedDataParallel.
     """
 
-    def __init__(self, *, norms: bool = True, **options: Any) -> None:  # noqa: ANN401 - passed on
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - passed on
         super().__init__(**options)
-        self._norms = norms
+        self._backward_sync_control = self._gradients
 
     def setup_module_and_optimizers(
         self,
@@ -87,15 +140,15 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
         optimizers: list[Optimizer],
         *scheduler: Any,  # noqa: ANN401 - newer versions of Fabric pass one, and want it back
     ) -> tuple[Any, ...]:
-        """Wrap the model and register the hook.
+        """Wrap the model and register the hook, or shard the gradients.
 
         Raises:
             TypeError: on every rank, if there are several optimizers, or one that is not sharded.
             ValueError: if the optimizer lacks a parameter, or has other ranks than the model.
         """
-        ddp = self.setup_module(module)
-        _register_hook(self, ddp, optimizers, "setup() received")
-        return (ddp, optimizers, *scheduler)
+        wrapped = _Caller(module) if self._gradients.is_sharded else self.setup_module(module)
+        _register_hook(self, wrapped, optimizers, "setup() received")
+        return (wrapped, optimizers, *scheduler)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:  # noqa: ARG002 - Fabric's signature
         """Refuse an optimizer without its model, by a RuntimeError."""
@@ -132,7 +185,7 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     )
 
 
-def _register_hook(strategy: Any, ddp: DistributedDataParallel, optimizers: Sequence[Any], source: str) -> None:  # noqa: ANN401 - of either kind
+def _register_hook(strategy: Any, wrapped: torch.nn.Module, optimizers: Sequence[Any], source: str) -> None:  # noqa: ANN401 - of either kind
     for optimizer in optimizers:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             name = type(optimizer).__name__
@@ -145,7 +198,7 @@ def _register_hook(strategy: Any, ddp: DistributedDataParallel, optimizers: Sequ
             f"rank {strategy.global_rank}: strategy={NAME!r} trains a model with one optimizer, but {source} "
             f"{len(optimizers)}: {ONE_OPTIMIZER}. strategy='ddp' has no hook"
         )
-    register_reduce_to_owner(ddp, optimizers[0], norms=strategy._norms)
+    strategy._gradients.connect(wrapped, optimizers[0])
 
 
 def _check_saved(strategy: Any, checkpoint: object) -> None:  # noqa: ANN401 - of either kind
