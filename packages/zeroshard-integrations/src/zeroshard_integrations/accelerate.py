@@ -38,7 +38,7 @@ class ZeroShardPlugin:
         gradients: ``"ddp"`` for the hook. With ``"sharded"``, :func:`~zeroshard.shard_gradients` takes the place of
             DistributedDataParallel for models with a sharded optimizer: a rank keeps its part of the gradients alone.
         accumulate: how sharded gradients accumulate in ``accelerator.accumulate()`` and ``no_sync()``. ``"owner"``
-            reduces those of each batch to their owners; ``"local"`` reduces their sums, and a rank then has them all.
+            reduces each batch's gradients to their owners; ``"local"`` reduces the sums, and a rank then has them all.
 
     Raises:
         ValueError: if the accelerator uses another parallelism, or has options of DistributedDataParallel that

@@ -72,8 +72,8 @@ class ZeroShardStrategy(_WithGradients, DDPStrategy):
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
         gradients: ``"ddp"`` for the hook. With ``"sharded"``, :func:`~zeroshard.shard_gradients` takes the place of
             DistributedDataParallel: a rank keeps its part of the gradients alone.
-        accumulate: how sharded gradients accumulate over batches. ``"owner"`` reduces those of each batch to their
-            owners; ``"local"`` reduces their sums, and a rank then has them all.
+        accumulate: how sharded gradients accumulate over batches. ``"owner"`` reduces each batch's gradients to their
+            owners; ``"local"`` reduces the sums, and a rank then has them all.
         **options: the options of Lightning's ``DDPStrategy``, which passes unknown ones to DistributedDataParallel.
 
     Raises:
