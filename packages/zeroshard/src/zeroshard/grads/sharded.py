@@ -138,7 +138,7 @@ class ShardedGradients(GradSource):
         if self.accumulates:
             return
         if not self.in_backward:
-            self._begin()
+            self._begin(_unsupported())
         if not self._queued:
             self.queue_end()
         bucket = self.buckets.of_tensor.get(tensor)
@@ -154,25 +154,16 @@ class ShardedGradients(GradSource):
             self._next += 1
             self._send(self.states[self._next - 1])
 
-    def _begin(self) -> None:
-        """Agree with all ranks to begin a backward with the same buckets. Collective."""
+    def _begin(self, refusal: Exception | None) -> None:
+        """Agree with all ranks to begin a backward with the same buckets, or raise a rank's error. Collective."""
         error: Exception | None = None
         with self._guard:
             if self.announce_backward is not None:
                 self._scale = self.announce_backward()
             try:
                 self._guard.check_capture(self._local.params, self._plan)
-                if torch.is_grad_enabled():
-                    raise RuntimeError(
-                        "backward(create_graph=True) is not supported with sharded gradients: compute the first "
-                        "gradients by torch.autograd.grad(..., create_graph=True), and call backward() on the sum"
-                    )
-                if in_compiled_backward():
-                    raise RuntimeError(
-                        "compiled autograd is not supported with sharded gradients: it calls nothing at the end of "
-                        "backward. Compile the model or its blocks, and leave torch._dynamo.config.compiled_autograd "
-                        "off"
-                    )
+                if refusal is not None:
+                    raise refusal
                 self.table.begin()
                 if self.table.left_out:
                     raise RuntimeError(self.table.left_out)
@@ -300,7 +291,7 @@ class ShardedGradients(GradSource):
     def send_zeros(self) -> None:
         """Take part in a backward of other ranks, without gradients. Collective."""
         with torch.no_grad():
-            self._begin()
+            self._begin(None)
             self._end()
 
     def queue_end(self) -> None:
@@ -372,6 +363,21 @@ class _Closing(BucketReduceWork):
     def close(self) -> None:
         self.work.close()
         self.then()
+
+
+def _unsupported() -> RuntimeError | None:
+    """Return the error for a kind of backward that cannot be followed, in a hook of a gradient."""
+    if torch.is_grad_enabled():
+        return RuntimeError(
+            "backward(create_graph=True) is not supported with sharded gradients: compute the first gradients by "
+            "torch.autograd.grad(..., create_graph=True), and call backward() on the sum"
+        )
+    if in_compiled_backward():
+        return RuntimeError(
+            "compiled autograd is not supported with sharded gradients: it calls nothing at the end of backward. "
+            "Compile the model or its blocks, and leave torch._dynamo.config.compiled_autograd off"
+        )
+    return None
 
 
 def _explain(here: str, there: str, rank: int, other: int) -> str:
