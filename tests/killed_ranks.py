@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,10 +31,8 @@ from ddp_training import register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import set_gradients
-from zeroshard import ZeroRedundancyOptimizer
-
-WITHIN = 10.0
-"""Seconds after which a rank that has not ended, or not raised, is taken to hang."""
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
+from zeroshard_comm import transport
 
 _ENDING = 60.0
 """Seconds after which a process that has raised should have ended."""
@@ -47,13 +46,16 @@ class Moment:
     """When one of some ranks is killed, and what they are doing.
 
     Attributes:
-        loop: ``"steps"`` alone with local gradients, ``"ddp"`` without a hook, or the name of a hook.
+        loop: ``"steps"`` alone with local gradients, ``"ddp"`` without a hook, the name of a hook, or ``"sharded"``
+            gradients of a model that is not in DDP, ``"sharded with buffers"`` if it has some.
         ranks: how many.
         reads: whether they may read each other's memory.
         lives_on: whether a rank that raises lives on; else its process ends, as a script's does.
         seed: of the rank that is killed, and of the seconds until then.
         timeout: of the process group, in seconds.
         folder: for files.
+        within: seconds after which a rank that has not ended, or not raised, is taken to hang.
+        overlaps: whether a thread finishes messages.
     """
 
     loop: str
@@ -63,24 +65,31 @@ class Moment:
     seed: int
     timeout: float
     folder: str
+    within: float = 10.0
+    overlaps: bool = False
 
 
 def iteration(loop: str) -> Callable[[], None]:
     """Build a model of 1 MiB in four tensors of weights, and return what trains it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.2) if loop != "steps" else None
+    if loop == "sharded with buffers":
+        model.append(nn.BatchNorm1d(256))
+    is_in_ddp = loop != "steps" and not loop.startswith("sharded")
+    called = DistributedDataParallel(model, bucket_cap_mb=0.2) if is_in_ddp else model
     steps_in_backward = loop in ("behind", "interleaved")
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, overlap_with_ddp=steps_in_backward)
-    if ddp is not None and loop != "ddp":
-        register(loop, ddp, sharded)
+    if loop.startswith("sharded"):
+        shard_gradients(model, sharded, bucket_mb=0.2)
+    elif isinstance(called, DistributedDataParallel) and loop != "ddp":
+        register(loop, called, sharded)
 
     def iterate() -> None:
-        if ddp is None:
+        if loop == "steps":
             set_gradients(model.parameters(), 0)
         else:
             sharded.zero_grad()
-            ddp(torch.ones(8, 256)).square().mean().backward()
+            called(torch.ones(8, 256)).square().mean().backward()
         sharded.step()
 
     return iterate
@@ -100,6 +109,8 @@ def train(moment: Moment, rank: int, tell: Callable[..., None]) -> None:
     dist.barrier()
     begun, seconds = 0, 0.1
     try:
+        if moment.overlaps:
+            transport.WORTH_OVERLAPPING = 0
         iterate = iteration(moment.loop)
         while os.getppid() == parent:
             tell(begun=begun, seconds=seconds)
@@ -107,16 +118,21 @@ def train(moment: Moment, rank: int, tell: Callable[..., None]) -> None:
             iterate()
             begun, seconds = begun + 1, time.monotonic() - started
     except BaseException as error:
-        in_ours = any(module.startswith("zeroshard") for module in _modules(error))
-        tell(raised=type(error).__name__, message=str(error), in_ours=in_ours)
+        ours = [frame.f_code.co_name for frame in _frames(error) if _module(frame).startswith("zeroshard")]
+        raised = type(error).__name__
+        tell(raised=raised, message=str(error), in_ours=bool(ours), ours=ours, at=time.monotonic())
         if not moment.lives_on:
             raise
         while os.getppid() == parent:
             time.sleep(0.05)
 
 
-def _modules(error: BaseException) -> list[str]:
-    return [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals["__name__"])
 
 
 def be_rank(moment: Moment, rank: int, told: int) -> None:
@@ -150,7 +166,8 @@ def outcome(moment: Moment) -> dict[str, object]:
     watch.until(lambda: done[victim].get("begun", -1) >= iteration, _ENDING)
     time.sleep(part * done[victim]["seconds"])
     os.kill(processes[victim], signal.SIGKILL)
-    hanging = watch.until(lambda: all("raised" in done[rank] for rank in others), WITHIN)
+    killed = time.monotonic()
+    hanging = watch.until(lambda: all("raised" in done[rank] for rank in others), moment.within)
     if not hanging and not moment.lives_on:
         hanging = watch.until(lambda: all("status" in done[rank] for rank in others), _ENDING)
     for rank in others if hanging else []:
@@ -163,6 +180,8 @@ def outcome(moment: Moment) -> dict[str, object]:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
     os.close(reading)
+    for rank in others:
+        done[rank]["after"] = done[rank].pop("at", float("inf")) - killed
     return {"victim": victim, "iteration": iteration + part, "others": {rank: done[rank] for rank in others}}
 
 

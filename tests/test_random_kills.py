@@ -26,6 +26,12 @@ ENDING = list(product(("ddp", "owner", "interleaved"), (2, 3, 4), (True, False))
 LIVING = list(product(("steps", "owner", "interleaved"), (2, 3, 4), (True, False)))
 """What ranks do, how many they are, and whether they read each other's memory."""
 
+SHARDED = list(product(("sharded", "sharded with buffers"), (3, 4), (True, False), (True, False), (True, False)))
+"""The same, whether a rank that raises lives on, and whether a thread finishes messages."""
+
+WITHIN, TIMEOUT = 10.0, 15.0
+"""Seconds after which a rank is taken to hang, and the timeout of a group for which it may wait in few cases."""
+
 
 @pytest.fixture(scope="module")
 def killed_ranks() -> Iterator[subprocess.Popen[str]]:
@@ -41,8 +47,8 @@ def killed_ranks() -> Iterator[subprocess.Popen[str]]:
 def strike(killed_ranks: subprocess.Popen[str], tmp_path: Path) -> Strike:
     """Kill a rank at a moment, and return what each other one has raised."""
 
-    def ask(loop: str, ranks: int, reads: bool, *, lives_on: bool, seed: int, timeout: float = FAR_AWAY) -> Any:
-        moment = {"loop": loop, "ranks": ranks, "reads": reads, "lives_on": lives_on, "seed": seed, "timeout": timeout}
+    def ask(loop: str, ranks: int, reads: bool, *, timeout: float = FAR_AWAY, **others: Any) -> Any:
+        moment = {"loop": loop, "ranks": ranks, "reads": reads, "timeout": timeout, **others}
         assert killed_ranks.stdin is not None
         assert killed_ranks.stdout is not None
         print(json.dumps({**moment, "folder": str(tmp_path)}), file=killed_ranks.stdin, flush=True)
@@ -59,7 +65,15 @@ def check(outcome: dict[str, Any], *, may_be_torchs_own: bool) -> None:
         assert own or done["raised"] == "PeerLostError", f"{when}, and rank {rank} raised {done}"
 
 
-def several(ways: list[tuple[str, int, bool]], moments: int, default: list[int]) -> list[Any]:
+def waits_until_the_timeout(done: dict[str, Any], *, reads: bool, lives_on: bool) -> bool:
+    """Whether a rank that shards gradients was in one of the waits that last until the group's timeout."""
+    in_broadcast = lives_on and "broadcast" in done["ours"]
+    # gloo does not give up a message whose sender has ended in the middle.
+    in_message = not reads and done["ours"][-1] == "wait"
+    return in_broadcast or in_message
+
+
+def several(ways: list[tuple[Any, ...]], moments: int, default: list[int]) -> list[Any]:
     """As many moments, one way after the other; those by default are not exhaustive."""
     return [
         pytest.param(*ways[seed % len(ways)], seed, marks=[] if seed in default else pytest.mark.exhaustive)
@@ -77,6 +91,18 @@ def test_every_other_rank_raises_where_all_live_on(
     strike: Strike, loop: str, ranks: int, reads: bool, seed: int
 ) -> None:
     check(strike(loop, ranks, reads, lives_on=True, seed=seed), may_be_torchs_own=False)
+
+
+@pytest.mark.parametrize(("loop", "ranks", "reads", "lives_on", "overlaps", "seed"), several(SHARDED, 60, [3, 12]))
+def test_every_other_rank_that_shards_gradients_raises(
+    strike: Strike, loop: str, ranks: int, reads: bool, lives_on: bool, overlaps: bool, seed: int
+) -> None:
+    moment = {"lives_on": lives_on, "overlaps": overlaps, "seed": seed}
+    outcome = strike(loop, ranks, reads, **moment, timeout=TIMEOUT, within=TIMEOUT + WITHIN)
+    check(outcome, may_be_torchs_own=False)
+    for rank, done in outcome["others"].items():
+        is_in_time = done["after"] < WITHIN or waits_until_the_timeout(done, reads=reads, lives_on=lives_on)
+        assert is_in_time, f"rank {rank} raised after {done['after']:.1f} s in {done['ours']}: {done['message']}"
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(10)])
