@@ -306,6 +306,10 @@ class PostAccumulateHook(Plain):
     def begin(self) -> None:
         self.b.weight.register_post_accumulate_grad_hook(_halve)
 
+    def backward(self, on: Rank) -> None:
+        # After a backward that reduced, the hook would write to the sum of both, and is refused.
+        on.loss().backward()
+
 
 def _halve(param: torch.Tensor) -> None:
     assert param.grad is not None
