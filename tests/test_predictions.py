@@ -14,7 +14,7 @@ from ddp_training import register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from zeroshard import Planner, ZeroRedundancyOptimizer, predict
+from zeroshard import Planner, ZeroRedundancyOptimizer, predict, shard_gradients
 
 Batch = Callable[[torch.device], torch.Tensor]
 
@@ -70,7 +70,10 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Muon and AdamW": (optim.AdamW, {}),
 }
 PARTITIONS = ("whole", "split", "level")
-HOOKS = ("none", "owner", "behind", "interleaved")
+HOOKS = ("none", "owner", "behind", "interleaved", "sharded")
+"""How gradients are reduced: by DDP and its hooks, or by shard_gradients()."""
+BUCKET_MB = 1
+"""For sharded gradients: enough buckets in these small models that few are in flight."""
 EVERY = 7
 """Of all combinations one in so many is tested, which no number of values divides, so that every two values meet."""
 COMBINATIONS = [
@@ -116,6 +119,24 @@ class Allocations(TorchDispatchMode):
 def bytes_sent(optimizer: ZeroRedundancyOptimizer) -> int:
     """Of gradients and parameters."""
     return sum(optimizer.traffic.of(kind).bytes_sent for kind in ("reduce", "broadcast"))
+
+
+def reducing(hook: str, model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> nn.Module:
+    """What is called in place of the model."""
+    if hook == "sharded":
+        shard_gradients(model, optimizer, bucket_mb=BUCKET_MB)
+        return model
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if hook != "none":
+        register(hook, ddp, optimizer)
+    return ddp
+
+
+def asked(hook: str) -> dict[str, Any]:
+    """How to predict it."""
+    if hook == "sharded":
+        return {"shards_gradients": True, "bucket_mb": BUCKET_MB}
+    return {"reduces_to_owner": hook != "none", "interleaves": hook == "interleaved"}
 
 
 @contextmanager
@@ -167,32 +188,55 @@ def test_memory_and_traffic(
     gc.collect()
     # when the same model is trained with its state sharded,
     empty = torch.accelerator.memory_allocated()
-    ddp = DistributedDataParallel(build().to(device), gradient_as_bucket_view=True)
-    groups = groups_of(ddp.module, optimizer)
-    buffers = sum(buffer.nbytes for buffer in ddp.module.buffers())
-    planner = Planner(groups, cls, buffers=buffers, order=ddp.module.parameters(), **settings)
+    module = build().to(device)
+    groups = groups_of(module, optimizer)
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    planner = Planner(groups, cls, buffers=buffers, order=module.parameters(), **settings)
     steps_early = hook in ("behind", "interleaved")
     sharded: Any = ZeroRedundancyOptimizer(groups, cls, partition=partition, overlap_with_ddp=steps_early, **settings)
-    if hook != "none":
-        register(hook, ddp, sharded)
-    first, *_, _, last = iterations(ddp, [sharded], batch, device_costs)
+    model_called = reducing(hook, module, sharded)
+    first, *_, _, last = iterations(model_called, [sharded], batch, device_costs)
     before = bytes_sent(sharded)
-    iterations(ddp, [sharded], batch, device_costs)
+    iterations(model_called, [sharded], batch, device_costs)
     sent = (bytes_sent(sharded) - before) / 4
     # then state and bytes sent are those predicted,
-    hooked = {"reduces_to_owner": hook != "none", "interleaves": hook == "interleaved"}
-    predicted = planner.predict(world_size, partition, **hooked)
+    predicted = planner.predict(world_size, partition, **asked(hook))
     here = predicted.ranks[rank]
     assert state_bytes([*sharded.local_optimizers]) == here.state
     all_reduced = 2 * here.gradients * (world_size - 1) / world_size if hook == "none" else 0
     assert sent == pytest.approx(predicted.sent[rank] - all_reduced, rel=0.01)
     # and so is the peak. An update comes when activations are gone, but for buckets that are stepped while others come.
-    resident, phases = here.total - here.temporaries, (activations, here.temporaries)
-    highest = max(last[1:]) - empty
-    assert highest >= 0.9 * (resident + max(phases))
-    assert highest <= 1.1 * (resident + (sum(phases) if hook == "interleaved" else max(phases)))
+    resident, highest = here.total - max(here.temporaries, here.transient), max(last[1:]) - empty
+    least, most = [activations, here.temporaries], [activations, here.temporaries]
+    if hook == "interleaved":
+        most = [activations + here.temporaries]
+    if hook == "sharded":
+        # Backward begins without gradients, and most buckets are in flight when many activations are gone.
+        least, most = [activations - here.gradients, here.transient, least[1]], [activations + here.transient, most[1]]
+    assert 0.9 * (resident + max(least)) <= highest <= 1.1 * (resident + max(most))
     # The first iteration has one bucket for all, and makes the state.
-    assert max(first[1:]) - empty <= 1.1 * (resident + sum(phases))
+    assert max(first[1:]) - empty <= 1.1 * (resident + activations + here.temporaries)
+
+
+@pytest.mark.ranks(2, 3, 4, backend="emulated")
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("bucket_mb", [0.5, 1, 25], ids=["alone", "packed", "one bucket"])
+def test_the_peak_of_sharded_gradients_without_activations(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    device_costs: Callable[[], AbstractContextManager[Any]],
+    partition: str,
+    bucket_mb: float,
+) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)]).to(device)
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition, fused=True)
+    shard_gradients(model, optimizer, bucket_mb=bucket_mb)
+    *_, (before, *peaks) = iterations(model, [optimizer], torch.ones(1, 256, device=device), device_costs)
+    asked = {"ranks": world_size, "partition": partition, "shards_gradients": True, "bucket_mb": bucket_mb}
+    here = predict(model, optim.AdamW, fused=True, **asked).ranks[rank]
+    # A layer makes two gradients at once, of which one may belong to the next bucket.
+    assert max(peaks) - before == pytest.approx(here.gradients + here.transient, abs=0.05 * here.total)
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
@@ -201,18 +245,17 @@ def test_memory_and_traffic(
 @pytest.mark.parametrize("hook", HOOKS)
 def test_state_and_traffic_in_messages(rank: int, world_size: int, model: str, partition: str, hook: str) -> None:
     build, make_batch = MODELS[model]
-    ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
+    model_built = build()
     steps_early = hook in ("behind", "interleaved")
     sharded: Any = ZeroRedundancyOptimizer(
-        ddp.parameters(), optim.AdamW, partition=partition, overlap_with_ddp=steps_early
+        model_built.parameters(), optim.AdamW, partition=partition, overlap_with_ddp=steps_early
     )
-    if hook != "none":
-        register(hook, ddp, sharded)
-    predicted = predict(ddp.module, optim.AdamW, ranks=world_size, partition=partition, reduces_to_owner=hook != "none")
+    model_called = reducing(hook, model_built, sharded)
+    predicted = predict(model_built, optim.AdamW, ranks=world_size, partition=partition, **asked(hook))
     for _ in range(2):
         before = [sharded.traffic.of(kind).bytes_sent for kind in ("reduce", "broadcast")]
         sharded.zero_grad()
-        ddp(make_batch(torch.device("cpu"))).mean().backward()
+        model_called(make_batch(torch.device("cpu"))).mean().backward()
         sharded.step()
     reduced, shared = (
         sharded.traffic.of(kind).bytes_sent - sent for kind, sent in zip(("reduce", "broadcast"), before, strict=True)

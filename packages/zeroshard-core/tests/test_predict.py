@@ -29,6 +29,17 @@ def test_everything_is_held_by_each_rank_but_the_state_of_others():
         assert found.largest.total == max(rank.total for rank in found.ranks)
 
 
+def test_transient_buckets_are_freed_before_an_update_and_gradients_are_those_that_a_rank_owns():
+    plan = partition(TENSORS, 2, strategy="split")
+    kept, sharded = predict(plan, [ADAM]), predict(plan, [ADAM], transient=[10**6, 1])
+    owned = [sum(s.numel * TENSORS[s.tensor].dtype.itemsize for s in plan.of_rank(r) if s.tensor != 2) for r in (0, 1)]
+    assert [rank.gradients for rank in sharded.ranks] == owned
+    others = [rank.total - rank.temporaries - rank.gradients for rank in kept.ranks]
+    assert sharded.ranks[0].total == others[0] + owned[0] + 10**6
+    assert sharded.ranks[1].total == others[1] + owned[1] + kept.ranks[1].temporaries
+    assert sharded.sent == kept.sent
+
+
 def test_a_part_is_weighed_as_a_tensor_of_its_own():
     seen = []
     plan = Plan(2, (replace(LARGE, shape=(64, 1024), stride=(1, 64)),), ((1, 0),), (1.0, 1.0))

@@ -93,6 +93,29 @@ def test_staging_buffers_are_taken_in_turn_and_both_by_a_hook_that_interleaves()
     assert 2 * without < in_turn
 
 
+@pytest.mark.parametrize(
+    ("bucket_mb", "peak"),
+    [
+        # Two gradients on their way and the last one, each where backward has made it, and half of the first five;
+        (1, 3 + 2.5),
+        # two buckets of two on their way, the last two gradients, and half of the first four;
+        (2.5, 6 + 2),
+        # all gradients, and the bucket of all.
+        (25, 12),
+    ],
+)
+def test_sharded_gradients_are_the_parts_that_a_rank_owns_and_buckets_in_flight(bucket_mb: float, peak: float) -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
+    settings = {"ranks": 2, "partition": "split", "shards_gradients": True, "bucket_mb": bucket_mb}
+    sharded = predict(model, optim.SGD, **settings)
+    hooked = predict(model, optim.SGD, ranks=2, partition="split")
+    assert (sharded.sent, sharded.plan) == (hooked.sent, hooked.plan)
+    here = sharded.largest
+    assert here.gradients == hooked.largest.gradients // 2 == 3 * 2**20
+    assert here.gradients + here.transient == peak * 2**20
+    assert here.total == here.parameters + peak * 2**20
+
+
 def test_a_planner_probes_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 

@@ -36,10 +36,12 @@ class RankBytes:
     Attributes:
         parameters: the parameters of the model, frozen ones included.
         buffers: the buffers of the model.
-        gradients: DDP's buckets. With ``gradient_as_bucket_view=True`` every ``.grad`` is a view of one.
+        gradients: DDP's buckets. With ``gradient_as_bucket_view=True`` every ``.grad`` is a view of one. If gradients
+            are sharded, the parts that the rank owns.
         state: the optimizer state.
         staging: the staging buffers of collectives, which exist from the first iteration on.
         temporaries: the temporaries of an update.
+        transient: the buckets in flight, if gradients are sharded. They are freed before an update.
     """
 
     parameters: int
@@ -48,11 +50,13 @@ class RankBytes:
     state: int
     staging: int
     temporaries: int
+    transient: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of all kinds, in bytes."""
-        return self.parameters + self.buffers + self.gradients + self.state + self.staging + self.temporaries
+        """The sum of all kinds, in bytes; of temporaries and transient buckets, which never meet, the larger one."""
+        kept = self.parameters + self.buffers + self.gradients + self.state + self.staging
+        return kept + max(self.temporaries, self.transient)
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ def predict(
     staging: int = 0,
     reduces_to_owner: bool = True,
     grad_dtype: torch.dtype | None = None,
+    transient: Sequence[int] | None = None,
 ) -> Prediction:
-    """Predict what each rank of a plan holds and sends when DistributedDataParallel trains the model.
+    """Predict what each rank of a plan holds and sends when the model is trained data-parallel.
 
     >>> plan = Plan(2, (TensorSpec("weight", (4, 64), torch.float32),), ((0, 1),), (128.0, 128.0))
     >>> adam = GroupBytes(lambda spec: 2 * spec.nbytes, gradients=lambda spec: 0, update=lambda spec: spec.nbytes)
@@ -103,6 +108,8 @@ def predict(
         reduces_to_owner: whether a communication hook sends each gradient to its owner alone. If not, DDP all-reduces
             gradients in a ring: each of N ranks sends 2 (N - 1) / N of their bytes.
         grad_dtype: the dtype of gradients; None for the dtype of each parameter.
+        transient: for each rank, what the buckets in flight add at the peak of backward to the gradients that it owns,
+            in bytes, if gradients are sharded; None if DistributedDataParallel keeps all gradients.
 
     Raises:
         ValueError: if an optimizer class cannot step one of the tensors.
@@ -119,11 +126,12 @@ def predict(
             updates[rank][spec.group] = sum(both) if group.is_foreach else max(both)
     parameters, gradients = sum(spec.nbytes for spec in plan.tensors), int(sum(owned))
     temporaries = [copies + max(highest, default=0.0) for copies, highest in zip(copied, updates, strict=True)]
-    held = zip(map(int, state), map(int, temporaries), strict=True)
+    kept = [gradients] * plan.world_size if transient is None else map(int, owned)
+    held = zip(kept, map(int, state), map(int, temporaries), transient or [0] * plan.world_size, strict=True)
     all_reduced = 2 * gradients * (plan.world_size - 1) // plan.world_size
     return Prediction(
         plan,
-        tuple([RankBytes(parameters, buffers, gradients, kept, staging, peak) for kept, peak in held]),
+        tuple([RankBytes(parameters, buffers, own, kept, staging, *peaks) for own, kept, *peaks in held]),
         tuple([gradients - int(owner) if reduces_to_owner else all_reduced for owner in owned]),
         tuple([nbytes * (plan.world_size - 1) for nbytes in plan.sent_loads]),
     )

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 from zeroshard_comm import Transport
-from zeroshard_core import Plan
+from zeroshard_core import Plan, TensorSpec
 
 from zeroshard._torch_private import foreach_add_, foreach_copy_, storage_users
 from zeroshard.grads.bucket import OwnedGradients, gradient_view, runs_of
@@ -149,7 +149,7 @@ class HeldBuckets:
         order = [tensor for tensor in self._order if self._trained[tensor]]
         self.all = [
             HeldBucket(index, tensors, [params[i] for i in tensors], plan, self._transport, self.parts)
-            for index, tensors in enumerate(_split_into_buckets(order, params, self._limit))
+            for index, tensors in enumerate(split_into_buckets(order, params, self._limit))
         ]
         self.of_tensor = {tensor: bucket for bucket in self.all for tensor in bucket.tensors}
         self.untrained = [tensor for tensor in range(len(params)) if not self._trained[tensor]]
@@ -195,7 +195,9 @@ class HeldBuckets:
                 self._local.shards[tensor].unset_grad()
 
 
-def _split_into_buckets(order: Sequence[int], params: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+def split_into_buckets(
+    order: Sequence[int], params: Sequence[torch.Tensor | TensorSpec], limit: int
+) -> list[list[int]]:
     """Fill buckets of one dtype with tensors in order, of at most ``limit`` bytes each.
 
     A tensor of half a bucket or more is alone, because it is then sent from where autograd has made its gradient.

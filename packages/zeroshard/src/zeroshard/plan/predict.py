@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,8 @@ from zeroshard_core import (
 )
 from zeroshard_core import predict as predict_plan
 
+from zeroshard.grads.held import split_into_buckets
+from zeroshard.grads.transient import IN_FLIGHT
 from zeroshard.plan.costs import builder, stepped_spec, with_classes
 from zeroshard.plan.eligibility import ELEMENTWISE, OptimizerFactory, check_shardable, class_of
 from zeroshard.plan.group_classes import GroupClass, take_class
@@ -106,7 +109,14 @@ class Planner:
         return all(each.may_be_cut for each in self._policy.classes)
 
     def predict(
-        self, ranks: int, partition: Partition = "whole", *, reduces_to_owner: bool = True, interleaves: bool = False
+        self,
+        ranks: int,
+        partition: Partition = "whole",
+        *,
+        reduces_to_owner: bool = True,
+        interleaves: bool = False,
+        shards_gradients: bool = False,
+        bucket_mb: float = 25,
     ) -> Prediction:
         """Predict for a number of ranks and a partition; see :func:`predict`.
 
@@ -114,14 +124,29 @@ class Planner:
             ValueError: if there is no rank, or the partition cuts tensors of a class that is not elementwise.
         """
         plan = place(replace(self._policy, strategy=partition, world_size=ranks), self._specs)
-        by_messages = self.backend == "gloo" or all(len(owners) == 1 for owners in plan.owners)
+        reduces, order = reduces_to_owner or shards_gradients, [*reversed(self._order)]
+        buckets = _ddp_buckets(plan, order)
+        if shards_gradients:
+            trained = [index for index in order if plan.tensors[index].trainable]
+            buckets = split_into_buckets(trained, plan.tensors, max(1, int(bucket_mb * 2**20)))
+        whole, *rows = [self._row(plan, bucket, reduces=reduces) for bucket in ([*chain(*buckets)], *buckets)]
+        # A step gathers all buckets at once.
+        turns, kept, transient = [whole], 0, None
+        if shards_gradients:
+            turns += rows
+            transient = self._transient(plan, buckets, rows)
+        elif reduces:
+            # The first iteration reduces all buckets as one. The means that a rank receives have their own rows.
+            turns += [whole, *(row for row in rows for _ in range(2 if interleaves else 1))]
+            kept = sum(rows)
         return predict_plan(
             plan,
             self._bytes,
             buffers=self._buffers,
-            staging=0 if by_messages else self._staging(plan, reduces=reduces_to_owner, interleaves=interleaves),
-            reduces_to_owner=reduces_to_owner,
+            staging=_slots([ranks * row for row in turns]) + kept,
+            reduces_to_owner=reduces,
             grad_dtype=self._grad_dtype,
+            transient=transient,
         )
 
     def weighed(self, plan: Plan) -> Plan:
@@ -146,29 +171,48 @@ class Planner:
 
         return GroupBytes(cost.state, gradients, lambda spec: temporaries(spec.shape, stepped(spec).dtype), is_foreach)
 
-    def _staging(self, plan: Plan, *, reduces: bool, interleaves: bool) -> int:
-        """Return the bytes of the buffers in which collectives move cut tensors; see zeroshard_comm.collectives."""
+    def _width(self, spec: TensorSpec) -> int:
+        """Return the bytes of an element of a gradient."""
+        return (self._grad_dtype or spec.dtype).itemsize
 
-        def row_of(indices: Iterable[int]) -> int:
-            cut, owned = [0] * plan.world_size, [0] * plan.world_size
-            for index in indices:
-                dtype = plan.tensors[index].dtype
-                width = max(dtype.itemsize, (self._grad_dtype or dtype).itemsize) if reduces else dtype.itemsize
-                for shard in plan.of_tensor(index):
-                    owned[shard.rank] += shard.numel * width
-                    cut[shard.rank] += shard.numel * width if plan.is_cut(index) else 0
-            return row_length(cut, owned)
+    def _row(self, plan: Plan, indices: Iterable[int], *, reduces: bool) -> int:
+        """Return the bytes of a row of the matrix that moves tensors by collectives; 0 if there is none."""
+        if self.backend == "gloo" or all(len(owners) == 1 for owners in plan.owners):
+            return 0
+        cut, owned = [0] * plan.world_size, [0] * plan.world_size
+        for index in indices:
+            spec = plan.tensors[index]
+            width = max(spec.dtype.itemsize, self._width(spec)) if reduces else spec.dtype.itemsize
+            for shard in plan.of_tensor(index):
+                owned[shard.rank] += shard.numel * width
+                cut[shard.rank] += shard.numel * width if plan.is_cut(index) else 0
+        return row_length(cut, owned)
 
-        buckets = _buckets(plan, self._order)
-        # A step gathers all buckets at once. If gradients are reduced, the first iteration reduces them as one before.
-        rows, turns = list[int](), [row_of(chain.from_iterable(buckets))]
-        if reduces:
-            rows = [row_of(bucket) for bucket in buckets]
-            turns += [*turns, *(row for row in rows for _ in range(2 if interleaves else 1))]
-        sizes = [plan.world_size * row for row in turns]
-        chunks = [min(STAGING_BYTES, size - at) for size in sizes for at in range(0, size, STAGING_BYTES)]
-        # Collectives alternate between two buffers. The means that a rank receives have their own rows.
-        return max(chunks[::2], default=0) + max(chunks[1::2], default=0) + sum(rows)
+    def _transient(self, plan: Plan, buckets: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
+        """Return for each rank what a backward holds at its peak beyond all gradients that the rank owns."""
+        owned, peaks = [0] * plan.world_size, [0] * plan.world_size
+        in_flight, free = deque[tuple[int, int, bool]](), list[int]()
+
+        def raise_peaks(more: int) -> None:
+            held = more + sum(free) + sum(nbytes + row for nbytes, row, _ in in_flight)
+            peaks[:] = [max(peak, own + held) for peak, own in zip(peaks, owned, strict=True)]
+
+        for bucket, row in zip(buckets, rows, strict=True):
+            gradients = sum(self._width(plan.tensors[index]) * plan.tensors[index].numel for index in bucket)
+            is_packed = len(bucket) > 1
+            # Autograd has made the gradients when the earliest bucket in flight has to leave.
+            raise_peaks(gradients)
+            if len(in_flight) == IN_FLIGHT:
+                nbytes, _, was_packed = in_flight.popleft()
+                free += [nbytes] * was_packed
+            # Memory that is too small is freed before larger memory is made.
+            buffer = max(gradients, free.pop()) if is_packed and free else gradients
+            raise_peaks(buffer + gradients * is_packed)
+            for shard in chain.from_iterable(map(plan.of_tensor, bucket)):
+                owned[shard.rank] += shard.numel * self._width(plan.tensors[shard.tensor])
+            in_flight.append((buffer, row, is_packed))
+            raise_peaks(0)
+        return [max(0, peak - own) for peak, own in zip(peaks, owned, strict=True)]
 
 
 def predict(
@@ -179,6 +223,8 @@ def predict(
     partition: Partition = "whole",
     reduces_to_owner: bool = True,
     interleaves: bool = False,
+    shards_gradients: bool = False,
+    bucket_mb: float = 25,
     **arguments: Any,  # noqa: ANN401 - as for the planner
 ) -> Prediction:
     """Predict what each rank holds and sends, from shapes alone. It needs no process group, and allocates nothing.
@@ -194,19 +240,34 @@ def predict(
         partition: the partition, as for the optimizer.
         reduces_to_owner: whether DDP has a communication hook that sends gradients to their owners alone.
         interleaves: whether this hook steps a bucket while others are reduced.
+        shards_gradients: whether :func:`zeroshard.shard_gradients` takes the place of DDP and its hook.
+        bucket_mb: its buckets, in MiB.
         **arguments: arguments of the optimizer, and of :class:`Planner`.
 
     Raises:
         TypeError, ValueError: if the optimizer's constructor refuses the arguments.
     """
     planner = Planner(model, optimizer_class, **arguments)
-    return planner.predict(ranks, partition, reduces_to_owner=reduces_to_owner, interleaves=interleaves)
+    return planner.predict(
+        ranks,
+        partition,
+        reduces_to_owner=reduces_to_owner,
+        interleaves=interleaves,
+        shards_gradients=shards_gradients,
+        bucket_mb=bucket_mb,
+    )
 
 
-def _buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
-    """Return DDP's default buckets in the order of backward: 1 MiB and then 25 MiB each, or one tensor more."""
+def _slots(sizes: Sequence[int]) -> int:
+    """Return the bytes of the two buffers that matrices of these sizes use in turn; see zeroshard_comm.collectives."""
+    chunks = [min(STAGING_BYTES, size - at) for size in sizes for at in range(0, size, STAGING_BYTES)]
+    return max(chunks[::2], default=0) + max(chunks[1::2], default=0)
+
+
+def _ddp_buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
+    """Return DDP's default buckets of tensors in the order of backward: 1 MiB and then 25 MiB each, or one more."""
     found, size = [list[int]()], 0
-    for index in reversed(order):
+    for index in order:
         spec = plan.tensors[index]
         if size >= (1 if len(found) == 1 else 25) * 1024**2:
             found, size = [*found, []], 0
