@@ -18,7 +18,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import cutting, set_gradients, small_model
-from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer
+from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer, shard_gradients
+from zeroshard.byte_units import format_bytes
 from zeroshard.debug import checks, describe
 from zeroshard_comm import DisagreementError, ParameterBroadcaster
 from zeroshard_testing import assert_replicas_equal
@@ -382,7 +383,9 @@ def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partiti
     assert said.state_bytes_here == 2 * said.owned_bytes + 4 * len(plan.of_rank(rank))
     sent = {kind: said.traffic[kind].bytes_sent - before.traffic[kind].bytes_sent for kind in said.traffic}
     assert said.step_bytes == sent["broadcast"]
+    assert not said.shards_gradients
     if hook == "owner":
+        assert said.gradient_bytes_here == nbytes
         assert sorted(index for bucket in said.buckets for index in bucket.tensors) == [*range(len(plan.tensors))]
         assert sum(bucket.nbytes for bucket in said.buckets) == nbytes
         assert said.backward_bytes == sent["reduce"]
@@ -392,6 +395,38 @@ def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partiti
     assert read["tensors"][0]["shape"] == list(training.params[0].shape)
     assert read["traffic"]["broadcast"]["bytes_sent"] == said.traffic["broadcast"].bytes_sent
     assert str(training.optimizer) == f"ZeroRedundancyOptimizer of {said.to_text()}"
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_a_description_of_sharded_gradients(rank: int, world_size: int, partition: str) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    # The optimizer has them in another order than they run.
+    last, *others = [(name, param) for name, param in model.named_parameters() if name.endswith("weight")]
+    named, nbytes = [*others, last], 4 * 64 * 64
+    for layer in model:
+        layer.bias.requires_grad_(False)
+    optimizer = ZeroRedundancyOptimizer(named, optim.SGD, lr=0.1, partition=cutting(partition))
+    assert not optimizer.describe().shards_gradients
+    shard_gradients(model, optimizer, bucket_mb=2.5 * nbytes / 2**20)
+    for _ in range(2):
+        before = optimizer.describe()
+        model(torch.ones(1, 64)).sum().backward()
+    said, plan = optimizer.describe(), optimizer.plan
+    # Buckets are in the order in which backward makes gradients: the first tensor of the optimizer is that of layer 1.
+    assert [bucket.tensors for bucket in said.buckets] == [(2, 1), (0, 3)]
+    assert [bucket.nbytes for bucket in said.buckets] == [2 * nbytes, 2 * nbytes]
+    for bucket in said.buckets:
+        parts = dict(zip(bucket.owners, bucket.parts, strict=True))
+        shards = [shard for tensor in bucket.tensors for shard in plan.of_tensor(tensor)]
+        assert parts == {owner: 4 * sum(s.numel for s in shards if s.rank == owner) for owner in bucket.owners}
+        assert sum(bucket.parts) == bucket.nbytes
+    assert said.shards_gradients
+    assert said.gradient_bytes_here == said.owned_bytes
+    assert said.transient_bytes == 4 * nbytes
+    assert said.backward_bytes == said.traffic["reduce"].bytes_sent - before.traffic["reduce"].bytes_sent
+    assert "gradients are sharded: " in said.to_text()
+    assert f"and at most {format_bytes(4 * nbytes)} on their way" in str(optimizer)
 
 
 @pytest.mark.ranks(2, backend="gloo")

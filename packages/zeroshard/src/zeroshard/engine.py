@@ -132,9 +132,8 @@ class Engine:
 
     def describe(self) -> OptimizerDescription:
         """Return a description of the optimizer as it is now. Not collective."""
-        buckets = list(self.exchange.states) if self.exchange is not None else []
         layouts = self.layouts
-        return describe(self.coordinator, layouts.policy, layouts.layout, self.local, self.metadata, buckets)
+        return describe(self.coordinator, layouts.policy, layouts.layout, self.local, self.metadata, self.exchange)
 
     def collective(self) -> Guard:
         """Return the context of a call in which all ranks exchange something, and which Join refuses."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from zeroshard_comm import KINDS, Coordinator, Volume
+from zeroshard_core import Plan
 
 from zeroshard.byte_units import format_bytes
-from zeroshard.grads.bucket import OwnedGradients
+from zeroshard.grads.source import GradSource
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.group_classes import GroupClass, names_of
 from zeroshard.plan.groups import ParamGroup
@@ -44,17 +46,19 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class BucketDescription:
-    """Says which parameters a bucket of a communication hook has, and which ranks own them.
+    """Says which parameters a bucket of gradients has, and which ranks own them.
 
     Attributes:
         tensors: the indices of its parameters.
         nbytes: bytes of the gradients of its parameters.
         owners: the ranks that own a part of it.
+        parts: bytes of the part of each of ``owners``.
     """
 
     tensors: tuple[int, ...]
     nbytes: int
     owners: tuple[int, ...]
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,11 @@ class OptimizerDescription:
         owned_bytes: bytes of parameters that this rank owns.
         state_bytes_here: bytes of state on this rank.
         tensors: the parameters.
-        buckets: the buckets of a communication hook in the last backward; empty without a hook.
+        buckets: the buckets of a communication hook in the last backward, or of sharded gradients, in the order in
+            which they are reduced; empty if DistributedDataParallel all-reduces gradients.
+        shards_gradients: whether a rank keeps its own parts of gradients alone, see :func:`zeroshard.shard_gradients`.
+        gradient_bytes_here: bytes of gradients of all buckets that this rank keeps after a backward.
+        transient_bytes: bytes of buckets on their way during a backward, at most; 0 unless gradients are sharded.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, as
             :func:`zeroshard_core.predict` computes them from the plan, without the padding of flat buffers.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
@@ -90,6 +98,9 @@ class OptimizerDescription:
     state_bytes_here: int
     tensors: tuple[TensorDescription, ...]
     buckets: tuple[BucketDescription, ...]
+    shards_gradients: bool
+    gradient_bytes_here: int
+    transient_bytes: int
     step_bytes: int
     backward_bytes: int
     traffic: Mapping[str, Volume]
@@ -113,6 +124,9 @@ class OptimizerDescription:
         if self.buckets:
             reduced = sum(bucket.nbytes for bucket in self.buckets)
             lines.append(f"buckets: {len(self.buckets)}, {format_bytes(reduced)} in all")
+            if self.shards_gradients:
+                kept, transient = format_bytes(self.gradient_bytes_here), format_bytes(self.transient_bytes)
+                lines.append(f"gradients are sharded: {kept} here, and at most {transient} on their way")
             lines.append(f"a backward sends from here: {format_bytes(self.backward_bytes)}")
         lines += [
             f"{kind} so far: {format_bytes(volume.bytes_sent)} sent, {format_bytes(volume.bytes_received)} received, "
@@ -129,9 +143,9 @@ def describe(
     layout: Layout,
     local: LocalOptimizer,
     metadata: StateMetadata,
-    states: Iterable[OwnedGradients],
+    source: GradSource | None,
 ) -> OptimizerDescription:
-    """Describe an optimizer, and the buckets of its communication hook, if it has one, as they are now."""
+    """Describe an optimizer, and the buckets of what reduces its gradients, if it has one, as they are now."""
     plan, ranks = layout.plan, coordinator.ranks
     owned = {s.tensor: s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)}
     state = {index: _nbytes(local.state_of(shard)) for index, shard in local.shards.items()}
@@ -148,8 +162,12 @@ def describe(
         )
         for index, spec in enumerate(plan.tensors)
     )
-    buckets = tuple(_describe_bucket(bucket.tensors, tensors) for bucket in states)
+    states = source.states if source is not None else ()
+    transient = source.transient_bytes if source is not None else None
+    buckets = tuple(_describe_bucket(bucket.tensors, plan) for bucket in states)
     reduced = {index for bucket in buckets for index in bucket.tensors}
+    owned_gradients = sum(owned.get(index, 0) for index in reduced)
+    all_gradients = sum(bucket.nbytes for bucket in buckets)
     return OptimizerDescription(
         optimizer=names_of(policy.classes),
         rank=ranks.rank,
@@ -161,16 +179,24 @@ def describe(
         state_bytes_here=sum(state.values()) + _nbytes(local.other_state()),
         tensors=tensors,
         buckets=buckets,
+        shards_gradients=transient is not None,
+        gradient_bytes_here=all_gradients if transient is None else owned_gradients,
+        transient_bytes=transient or 0,
         step_bytes=(ranks.world_size - 1) * sum(nbytes for index, nbytes in owned.items() if layout.active[index]),
-        backward_bytes=sum(tensors[index].nbytes - owned.get(index, 0) for index in reduced),
+        backward_bytes=all_gradients - owned_gradients,
         traffic={kind: coordinator.traffic.of(kind) for kind in KINDS},
     )
 
 
-def _describe_bucket(indices: tuple[int, ...], tensors: Sequence[TensorDescription]) -> BucketDescription:
-    own = [tensors[index] for index in indices]
-    owners = {owner for tensor in own for owner in tensor.owners}
-    return BucketDescription(indices, sum(tensor.nbytes for tensor in own), tuple(sorted(owners)))
+def _describe_bucket(indices: tuple[int, ...], plan: Plan) -> BucketDescription:
+    parts = Counter[int]()
+    for index in indices:
+        for shard in plan.of_tensor(index):
+            parts[shard.rank] += shard.numel * plan.tensors[index].dtype.itemsize
+    owners = tuple(sorted(rank for rank, nbytes in parts.items() if nbytes))
+    return BucketDescription(
+        indices, sum(plan.tensors[index].nbytes for index in indices), owners, tuple(parts[rank] for rank in owners)
+    )
 
 
 def _group_text(policy: Policy, group: ParamGroup, chosen: GroupClass) -> str:

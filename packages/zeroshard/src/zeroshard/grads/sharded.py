@@ -117,6 +117,12 @@ class ShardedGradients(GradSource):
         """The buckets, in the order in which they are sent."""
         return self.buckets.all
 
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of buckets on their way, at most."""
+        sizes = sorted([bucket.length * bucket.dtype.itemsize for bucket in self.states])
+        return sum(sizes[-IN_FLIGHT:])
+
     # ------------------------------------------------------------------ the layout
 
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:

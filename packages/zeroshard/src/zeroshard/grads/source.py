@@ -43,6 +43,11 @@ class GradSource(ABC):
     def states(self) -> Sequence[OwnedGradients]:
         """The buckets of the last backward, in order."""
 
+    @property
+    def transient_bytes(self) -> int | None:
+        """Bytes of buckets on their way, at most, if a rank keeps its parts of gradients alone; else None."""
+        return None
+
     @abstractmethod
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
         """Raise a ValueError, on this rank only, if a layout cannot be used. Call it before ranks agree."""
