@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from zeroshard.planner import main
 from zeroshard.planner.comparison import rules
 from zeroshard.planner.models import InputError, read_model
+from zeroshard.planner.report import at_the_highest
 
 TRAIN = """
 import torch
@@ -81,6 +82,9 @@ def raises():
 
 def number():
     return 3
+
+def large():
+    return nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(32)])
 """
 
 Command = Callable[..., tuple[int, str, str]]
@@ -112,7 +116,7 @@ def test_the_table_of_a_function_fits_80_columns(command: Command) -> None:
     assert "\x1b" not in shown
     assert "133,288 parameters in the model's float32, 0 of them frozen" in shown
     for said in (
-        "DDP*", "FSDP2*", "whole", "level", "refused", "Use partition='level'",
+        "DDP*", "FSDP2*", "whole", "level", "level+grads", "refused", "Use partition='level'",
         "Not counted: activations, the device's context, NCCL's buffers, fragmentation.",
     ):  # fmt: skip
         assert said in shown
@@ -130,6 +134,15 @@ def test_what_is_left_may_be_negative_and_decides_the_exit_status(command: Comma
     assert command("train:make_model", "--memory", "1GB", "--require-fit")[0] == 0
 
 
+def test_sharded_gradients_are_advised_where_nothing_else_fits(command: Command) -> None:
+    arguments = ("train:large", "--memory", "4.2GB", "--require-fit")
+    status, shown, _ = command(*arguments)
+    assert status == 0
+    assert "Use shard_gradients() in place of DDP: nothing else fits." in shown
+    assert "+grads: gradients are sharded too" in shown
+    assert command("train:large", "--memory", "2.1GB", "--require-fit")[0] == 1
+
+
 def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Command) -> None:
     from zeroshard import Planner
 
@@ -137,7 +150,7 @@ def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Comma
     told = json.loads(shown)
     assert told["schema"] == 1
     rows = {(row["optimizers"], row["partition"]): row for row in told["rows"]}
-    assert len(rows) == len(told["rows"]) == 12
+    assert len(rows) == len(told["rows"]) == 18
     assert told["advice"]["AdamW"] == "On 3 ranks: Use partition='split': it divides the state evenly."
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1000))
     planner = Planner(model, torch.optim.AdamW, backend="nccl")
@@ -147,6 +160,10 @@ def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Comma
     assert [rank["total"] for rank in here["per_rank"]] == [rank.total for rank in expected.ranks]
     assert here["sent"] == [*expected.sent]
     assert here["work"] == [*planner.weighed(expected.plan).loads]
+    sharded, expected = rows["AdamW", "split+grads"], planner.predict(3, "split", shards_gradients=True)
+    assert [rank["total"] for rank in sharded["per_rank"]] == [rank.total for rank in expected.ranks]
+    assert (sharded["sharded"], here["sharded"]) == (True, False)
+    assert sharded["sent"] == here["sent"]
     plain = rows["AdamW", "DDP"]["per_rank"][0]
     assert (told["elements"], told["frozen"]) == (133288, 0)
     assert (plain["parameters"], plain["buffers"]) == (4 * 133288, 2 * 4 * 64 + 8)
@@ -197,7 +214,7 @@ def test_what_classes_print_is_no_output(command: Command) -> None:
 def test_work_is_in_one_unit_whatever_placed_the_tensors(command: Command) -> None:
     _, shown, _ = command("train:make_model", "--ranks", "3", "--json")
     work = {row["partition"]: sum(row["work"]) for row in json.loads(shown)["rows"] if row["work"]}
-    assert len(work) == 3
+    assert len(work) == 6
     assert max(work.values()) == pytest.approx(min(work.values()))
 
 
@@ -219,6 +236,12 @@ def test_the_backend_decides_how_small_parts_are(command: Command) -> None:
         return found
 
     assert imbalance("nccl") < imbalance("gloo")
+
+
+def test_bars_of_a_picture_add_up_to_the_peak() -> None:
+    for temporaries, transient in ((5, 7), (7, 5), (5, 0)):
+        held = RankBytes(1, 2, 3, 4, 0, temporaries=temporaries, transient=transient)
+        assert sum(asdict(at_the_highest(held)).values()) == held.total
 
 
 def test_a_picture_is_drawn(command: Command, tmp_path: Path) -> None:
@@ -350,16 +373,17 @@ PLAIN = RankBytes(parameters=100, buffers=10, gradients=100, state=200, staging=
 @pytest.mark.parametrize(
     ("case", "elementwise", "told"),
     [
-        ((PLAIN, 400, 1, None), True, "plain optimizer"),
-        ((PLAIN, 300, 8, 199), True, "Use FSDP2"),
-        ((replace(PLAIN, state=10), 300, 8, 200), False, "less than 5%"),
-        ((PLAIN, 510, 8, 200), False, "no partition of these takes less memory"),
-        ((PLAIN, 509, 8, None), False, "partition='level'"),
-        ((PLAIN, 509, 8, 200), True, "partition='split'"),
+        ((PLAIN, 400, 400, 1, None), True, "plain optimizer"),
+        ((PLAIN, 300, 200, 8, 199), True, "Use FSDP2"),
+        ((PLAIN, 300, 199, 8, 199), False, "Use shard_gradients()"),
+        ((replace(PLAIN, state=10), 300, 201, 8, 200), False, "less than 5%"),
+        ((PLAIN, 510, 300, 8, 200), False, "no partition of these takes less memory"),
+        ((PLAIN, 509, 300, 8, None), False, "partition='level'"),
+        ((PLAIN, 509, 300, 8, 509), True, "partition='split'"),
     ],
 )
 def test_the_first_rule_that_applies_is_of_its_case(
-    case: tuple[RankBytes, int, int, int | None], elementwise: bool, told: str
+    case: tuple[RankBytes, int, int, int, int | None], elementwise: bool, told: str
 ) -> None:
     first, *others = [text for applies, text in rules(*case, elementwise=elementwise) if applies]
     assert told in first
@@ -367,7 +391,7 @@ def test_the_first_rule_that_applies_is_of_its_case(
 
 
 def test_there_are_no_more_rules_than_cases() -> None:
-    assert len(rules(PLAIN, 0, 1, None, elementwise=True)) == 6
+    assert len(rules(PLAIN, 0, 0, 1, None, elementwise=True)) == 7
 
 
 def test_adapters_are_better_off_without_sharding(command: Command) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ SCHEMA = 1
 
 NOT_COUNTED = (
     "Not counted: activations, the device's context, NCCL's buffers, fragmentation.\n"
-    "With DDP's gradient_as_bucket_view=True; without it, gradients take twice as much."
+    "With DDP's gradient_as_bucket_view=True; without it, gradients take twice as much.\n"
+    "+grads: gradients are sharded too, by shard_gradients() in place of DDP."
 )
 BY_ARITHMETIC = "* by the same arithmetic, not run; FSDP2 without the layers that it has gathered"
 
@@ -36,7 +37,7 @@ def table(rows: Iterable[Row], memory: int | None) -> Table:
     for _, of_count in groupby(rows, key=lambda row: row.count):
         found.add_section()
         for row in of_count:
-            found.add_row(str(row.count), row.partition + "*" * row.is_arithmetic, *_cells(row, memory))
+            found.add_row(str(row.count), row.name + "*" * row.is_arithmetic, *_cells(row, memory))
     return found
 
 
@@ -73,7 +74,8 @@ def _row_as_json(row: Row, memory: int | None) -> Mapping[str, Any]:
     return {
         "optimizers": row.optimizers,
         "ranks": row.count,
-        "partition": row.partition,
+        "partition": row.name,
+        "sharded": row.sharded,
         "is_arithmetic": row.is_arithmetic,
         "note": row.note,
         "work": [*plan.loads] if plan is not None else [],
@@ -91,12 +93,13 @@ def draw(rows: Sequence[Row], memory: int | None, file: Path) -> None:
 
     by_name: dict[str, list[Row]] = {}
     for row in [row for row in rows if row.ranks]:
-        by_name.setdefault(f"{row.optimizers}, {row.partition}", []).append(row)
+        by_name.setdefault(f"{row.optimizers}, {row.name}", []).append(row)
     figure = Figure(figsize=(11, 1.5 + 0.3 * max(8, len(by_name))), layout="constrained")
     bars, lines = figure.subplots(1, 2)
     below = [0.0] * len(by_name)
+    highest = [at_the_highest(own[0].largest) for own in by_name.values()]
     for kind in fields(RankBytes):
-        sizes = [getattr(own[0].largest, kind.name) / 1e9 for own in by_name.values()]
+        sizes = [getattr(largest, kind.name) / 1e9 for largest in highest]
         bars.barh([*by_name], sizes, left=below, label=kind.name)
         below = [sum(both) for both in zip(below, sizes, strict=True)]
     for name, own in by_name.items():
@@ -112,3 +115,8 @@ def draw(rows: Sequence[Row], memory: int | None, file: Path) -> None:
         figure.savefig(file)
     except Exception as error:  # noqa: BLE001 - formats have errors of their own
         raise InputError(f"--picture {file}: {' '.join(str(error).split())}") from None
+
+
+def at_the_highest(held: RankBytes) -> RankBytes:
+    """Return what a rank holds when it holds most: the temporaries of an update, or transient buckets, but not both."""
+    return replace(held, temporaries=0) if held.transient > held.temporaries else replace(held, transient=0)
