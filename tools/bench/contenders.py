@@ -157,6 +157,15 @@ def _ours(
     return _trainer(model, wrapped, optimizer, optimizer.traffic)
 
 
+def _sharded(work: Workload, *, partition: Literal["whole", "split"]) -> Trainer:
+    model = work.build()
+    optimizer = zeroshard.ZeroRedundancyOptimizer(
+        model.named_parameters(), Adam, parameters_as_bucket_view=True, partition=partition, lr=work.lr, fused=True
+    )
+    zeroshard.shard_gradients(model, optimizer)
+    return _trainer(model, model, optimizer, optimizer.traffic)
+
+
 def _step_in_hook(
     wrapped: DistributedDataParallel,
     optimizer: zeroshard.ZeroRedundancyOptimizer,
@@ -211,5 +220,12 @@ CONTENDERS: dict[str, Contender] = {
         for way, (what, register) in _WAYS.items()
         for partition in ("whole", "split")
     },
+    **{
+        f"sharded-{partition}": Contender(
+            f"zeroshard, {partition}: gradients sharded by shard_gradients(), then step()",
+            partial(_sharded, partition=partition),
+        )
+        for partition in ("whole", "split")
+    },
 }
-OURS = tuple(name for name in CONTENDERS if name.split("-")[0] in _WAYS)
+OURS = tuple(name for name in CONTENDERS if name.split("-")[0] in (*_WAYS, "sharded"))
