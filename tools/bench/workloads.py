@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,18 +103,22 @@ def mlp(layers: int) -> Workload:
     )
 
 
-def gpt() -> Workload:
-    """Return the workload of the quickstart's language model, on the text of Python's standard library."""
+def gpt(**changes: int) -> Workload:
+    """Return the workload of the quickstart's language model, on the text of Python's standard library.
+
+    Args:
+        **changes: what its shape has other values of.
+    """
     from byte_gpt import Block, ByteGPT, Shape
 
-    shape = Shape()
+    shape = Shape(**changes)
     return Workload(
         name=f"gpt, {shape.layers} blocks of width {shape.width}",
         lr=1e-4,
         batch=f"{SEQUENCES} sequences of {shape.context} bytes",
         build=lambda: ByteGPT(shape, SEED),
         units=lambda model: [part for part in model.modules() if isinstance(part, Block)],
-        batches=_sequences,
+        batches=partial(_sequences, shape.context),
     )
 
 
@@ -139,6 +144,7 @@ def tensors(shape: tuple[int, int]) -> Workload:
 MODELS: dict[str, Callable[[int], Workload]] = {
     "mlp": mlp,
     "gpt": lambda _: gpt(),
+    "wide-gpt": lambda _: gpt(context=128, width=512, layers=8, heads=8),
     "tensors": lambda _: tensors((100, 100)),
     "rows": lambda _: tensors((512, 128)),
 }
@@ -155,11 +161,9 @@ def _rows(count: int, rank: int, ranks: int) -> list[Batch]:
     return [(rows[rank * ROWS : (rank + 1) * ROWS].clone(),) for rows in everyones]
 
 
-def _sequences(count: int, rank: int, ranks: int) -> list[Batch]:
-    from byte_gpt import Shape
+def _sequences(context: int, count: int, rank: int, ranks: int) -> list[Batch]:
     from corpus import Batches, read_corpus
 
-    context = Shape().context
     text = read_corpus(Path(sysconfig.get_path("stdlib")), least=context + 1, limit=_CORPUS_BYTES)
     batches = Batches(text, SEQUENCES * ranks, context, SEED)
     return [batches.of(step, rank, ranks) for step in range(count)]
