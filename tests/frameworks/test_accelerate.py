@@ -102,8 +102,7 @@ class Training:
                 loss = self.ddp(**batch)
                 self.losses.append(loss.item())
                 self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.ddp.parameters(), 0.5)
+                self.accelerator.clip_grad_norm_(self.ddp.parameters(), 0.5)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()

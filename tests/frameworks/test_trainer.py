@@ -451,6 +451,34 @@ def test_features_of_the_trainer_that_change_the_loop(tmp_path, model, options, 
 
 
 @two_ranks
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["no checkpointing", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_model_of_transformers_with_tied_weights(tmp_path, checkpointing, plugin):
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from zeroshard_integrations.transformers import ZeroShardTrainer
+
+    def run(is_sharded: bool) -> list[Any]:
+        forget_accelerator()
+        torch.manual_seed(0)
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, **dropout))
+        options: dict[str, Any] = {"gradient_checkpointing": checkpointing is not None}
+        if checkpointing is not None:
+            options["gradient_checkpointing_kwargs"] = {"use_reentrant": checkpointing}
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=4, report_to=[], disable_tqdm=True, save_strategy="no",
+            eval_strategy="steps", eval_steps=2, gradient_accumulation_steps=2, **options
+        )  # fmt: skip
+        rows = [{"input_ids": (torch.arange(16) * row) % 64, "labels": torch.arange(16)} for row in range(64)]
+        base, given = (ZeroShardTrainer, PLUGINS[plugin]) if is_sharded else (Trainer, {})
+        trainer = base(model.double(), arguments, train_dataset=rows, eval_dataset=rows[:8], **given)
+        trainer.train()
+        return [*model.parameters(), *(torch.tensor(each["eval_loss"]) for each in trainer.state.log_history[:1])]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=ROUNDING)
+
+
+@two_ranks
 @pytest.mark.parametrize("how", ["optimizers", "optimizer_cls_and_kwargs", "mixin"])
 def test_an_optimizer_may_be_given_too(tmp_path, how):
     from transformers import Trainer
