@@ -41,13 +41,14 @@ from zeroshard.plan.layout import Layout, with_settings
 
 _BucketFuture = Future[torch.Tensor]
 _ADVICE = Advice(
-    held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it",
+    held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it; or use "
+    "zeroshard.shard_gradients() in place of DistributedDataParallel, which adds them up",
     used="",
     unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
     "no_sync(), and must not be; or a parameter is unused, which needs find_unused_parameters=True, or was frozen: "
     "wrap the model again",
 )
-_USED_EARLY = ". To accumulate gradients, use ddp.no_sync() or reduce_to_owner_hook"
+_USED_EARLY = ". To accumulate gradients, use ddp.no_sync(), reduce_to_owner_hook or zeroshard.shard_gradients()"
 _PATIENCE = 5.0
 """Seconds for which a rank with an incomplete backward waits for slower ranks."""
 
