@@ -105,6 +105,7 @@ def test_the_example_in_gigabytes_is_what_the_plan_computes():
         rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines()]
         assert ["7 x 4 = 28", "28", "2 x 28 = 56", "112"] in [row[1:] for row in rows]
         assert ["28", "28", "56 / 8 = 7", "63"] in [row[1:] for row in rows]
+        assert ["28", "28 / 8 = 3.5", "7", "38.5"] in [row[1:] for row in rows]
 
 
 @pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
