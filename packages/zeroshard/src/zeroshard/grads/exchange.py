@@ -41,8 +41,8 @@ from zeroshard.plan.layout import Layout, with_settings
 
 _BucketFuture = Future[torch.Tensor]
 _ADVICE = Advice(
-    held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it; or use "
-    "zeroshard.shard_gradients() in place of DistributedDataParallel, which adds them up",
+    held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it; or "
+    "use zeroshard.shard_gradients() in place of DistributedDataParallel, which adds them up",
     used="",
     unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
     "no_sync(), and must not be; or a parameter is unused, which needs find_unused_parameters=True, or was frozen: "
