@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn, optim
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 from zeroshard_comm import DisagreementError, PeerLostError, transport
+from zeroshard_comm.message_exchange import MessageReduceWork
 from zeroshard_testing import Faults, assert_replicas_equal
 
 BUCKET_MB = 0.02
@@ -116,6 +118,20 @@ def test_a_rank_that_dies_in_backward(rank: int, faults: Faults) -> None:
     faults.kill(1, "send#2")
     with pytest.raises(PeerLostError, match=rf"rank {rank} lost rank"):
         training.iterate(2)
+
+
+# What is not sent leaves messages without another end.
+@pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
+def test_no_thread_waits_for_a_bucket_that_could_not_be_sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    training.iterate(0)
+    if rank == 1:
+        # As when the other rank is gone after it has sent all of its values. The two threads may raise either error.
+        monkeypatch.setattr(MessageReduceWork, "close", mock.Mock(side_effect=PeerLostError("cable pulled")))
+    with pytest.raises(PeerLostError, match=r"cable pulled|lost rank"):
+        training.iterate(1)
+    with pytest.raises(PeerLostError, match="build the optimizer again"):
+        training.optimizer.step()
 
 
 @pytest.mark.ranks(3, backend="gloo")

@@ -218,7 +218,7 @@ class ShardedGradients(GradSource):
                         self._queue.keep(made)
                     work = bucket.reducer.begin(buffer)
             finish = partial(self._finish_bucket, bucket, buffer, work, kept)
-            self._queue.add(finish, _Closing(work, partial(self._return, buffer, memory)))
+            self._queue.add(finish, _Closing(work, partial(self._return, buffer, memory), self._give_up))
             ahead = bucket.index + IN_FLIGHT
             if not again and ahead < len(self.states):
                 self.states[ahead].reducer.expect()
@@ -236,14 +236,18 @@ class ShardedGradients(GradSource):
 
     def _finish_bucket(self, bucket: HeldBucket, buffer: torch.Tensor, work: BucketReduceWork, kept: set[int]) -> None:
         try:
-            with self._guard.breaking(), torch.no_grad(), record_function(f"zeroshard::reduce bucket {bucket.index}"):
+            with torch.no_grad(), record_function(f"zeroshard::reduce bucket {bucket.index}"):
                 work.finish()
                 bucket.accept(buffer, kept)
                 self.table.norms.compute(bucket, self._queue.keep)
-        except BaseException:
-            # The thread that runs backward may wait for room.
-            self._transient.leave(None)
+        except BaseException as error:
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Refuse all further calls after an error of a reduction. The thread that runs backward may wait for room."""
+        self._guard.mark_broken(error)
+        self._transient.leave(None)
 
     def _return(self, *used: torch.Tensor | None) -> None:
         """Return the memory of a bucket that is finished and sent: the bucket, and what was lent for it."""
@@ -362,12 +366,17 @@ class _Closing(BucketReduceWork):
 
     work: BucketReduceWork
     then: Callable[[], None]
+    give_up: Callable[[BaseException], None]
 
     def finish(self) -> None:
         self.work.finish()
 
     def close(self) -> None:
-        self.work.close()
+        try:
+            self.work.close()
+        except BaseException as error:
+            self.give_up(error)
+            raise
         self.then()
 
 
