@@ -1,6 +1,7 @@
 """Trains drawn loops beside plain DDP with the plain optimizer, and compares them bit by bit.
 
 Run as ``python tools/drawn_loops``. With ``--families`` the loops do on purpose what users have done, see ``loop.py``.
+With ``--sharded`` all of them train with ``shard_gradients()``, whatever mode was drawn.
 ``--json`` prints a line of JSON for each loop; ``--compare FILE`` lists the loops that came out otherwise in a file of
 such lines, but for the words of an error. The exit status is 1 if a loop is neither equal nor refused as
 ``expected.py`` says. 300 loops take two minutes.
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +23,7 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from drawn_loops.expected import problem
-from drawn_loops.loop import FAMILIES, draw
+from drawn_loops.loop import FAMILIES, SHARDED, draw
 from drawn_loops.running import run
 
 
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument(
         "--families", nargs="*", choices=FAMILIES, help="draw loops of each of these, or of all families"
     )
+    parser.add_argument("--sharded", action="store_true", help="train all loops with shard_gradients() and no DDP")
     parser.add_argument("--compare", type=Path, help="a file of results")
     parser.add_argument("--json", action="store_true", help="print results as lines of JSON")
     options = parser.parse_args()
@@ -42,6 +45,8 @@ def main() -> int:
     families = [""] if options.families is None else options.families or FAMILIES
     seeds, has_problems = range(options.seed, options.seed + options.count), False
     loops = [draw(seed, family) for family in families for seed in seeds]
+    if options.sharded:
+        loops = [replace(loop, mode=SHARDED) for loop in loops]
     for loop in track(loops, "training loops", console=Console(stderr=True)):
         outcome = run(loop)
         row = {"family": loop.family, "seed": loop.seed, **vars(outcome), "text": outcome.text[:80], "loop": str(loop)}

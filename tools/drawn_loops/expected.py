@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from drawn_loops.loop import LAYERS, STEM, STEPPING, Loop
+from drawn_loops.loop import LAYERS, SHARDED, STEM, STEPPING, Loop
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ TYPE = Row("a type of parameter, where the class gets another tensor", "would ge
 EXPERTS = Row("with a hook: parameters that DDP ignores and that differ", "an optimizer of their own")
 COUPLED = Row("a class that couples tensors", "couples tensors")
 AGAIN = Row("a class that calls its closure again", "called its closure again in one step")
+UNFROZEN = Row(
+    "sharded: freezing or unfreezing where a gradient waits", "were frozen or unfrozen while the gradient of"
+)
 CLOSURE = Row("a hook that steps: a closure", "takes neither a closure nor arguments")
 
 
@@ -48,17 +51,21 @@ def expected(loop: Loop) -> Row | None:
         return CLOSURE if steps_early else AGAIN
     if loop.mode == "no hook":
         return None
-    if "experts" in loop.flags:
+    is_sharded = loop.mode == SHARDED
+    if "experts" in loop.flags or (is_sharded and "equal" in loop.flags):
         return EXPERTS
     # Of each layer: "absent", "zero", "reduced", or "used" by a step.
     reduced = dict.fromkeys(LAYERS, "absent")
     # Layers with gradients that are not reduced, and frozen ones.
     local, frozen = set[str](), {*loop.frozen}
+    # The layers in buckets of shard_gradients().
+    in_buckets = {*LAYERS} - frozen
     number = backwards = 0  # forwards, and synchronized backwards since the last step
     is_changed = is_replaced = False
     for word, _, argument in (act.partition(" ") for act in sum(loop.iterations, ())):
         row = None
         trained = {*STEM, *loop.heads_of(number, 0, 1)}
+        active = {*LAYERS} - frozen | local | {layer for layer in LAYERS if reduced[layer] != "absent"}
         if word == "zero":
             chosen = {"trainable": {*LAYERS} - frozen, "used": trained}.get(argument, {*LAYERS})
             is_changed |= any(reduced[layer] == "used" for layer in chosen)
@@ -70,7 +77,9 @@ def expected(loop: Loop) -> Row | None:
             number, local = number + 1, local | (trained - frozen)
             # A backward that reduces looks at all gradients, and another one at those to which it adds.
             held = {reduced[layer] for layer in (LAYERS if word == "backward" else trained - frozen)}
-            row = USED if "used" in held else SEVERAL if "reduced" in held else None
+            row = USED if "used" in held else SEVERAL if "reduced" in held and not is_sharded else None
+            if is_sharded and word == "backward" and row is None and active != in_buckets:
+                row, in_buckets = UNFROZEN if "reduced" in reduced.values() else None, active
             if word == "backward":
                 reduced.update(dict.fromkeys(local, "used" if steps_early else "reduced"))
                 local, is_changed, backwards = set(), False, backwards + 1
@@ -83,13 +92,15 @@ def expected(loop: Loop) -> Row | None:
         elif word in ("lr", "decay", "schedule"):
             is_changed = True
         elif word == "resume":
-            reduced = dict.fromkeys(LAYERS, "absent")
+            reduced, in_buckets = dict.fromkeys(LAYERS, "absent"), {*LAYERS} - {*loop.frozen}
         elif word == "grad":
             is_replaced |= reduced[loop.layer_of(int(argument))] != "absent"
         elif word == "freeze":
             frozen.add(argument)
-        elif word in ("unfreeze", "add"):
+        elif word == "unfreeze":
             frozen.discard(argument)
+        elif word == "add":
+            in_buckets = active
         if row is not None:
             return row
     return None

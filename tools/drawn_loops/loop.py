@@ -34,6 +34,8 @@ from dataclasses import dataclass
 
 STEPPING = ("hook_with_zero_step", "hook_with_zero_step_interleaved")
 MODES = ("no hook", "reduce_to_owner", *STEPPING)
+SHARDED = "shard_gradients"
+"""The mode that is not drawn, but takes the place of the one that is: DDP is not built then."""
 SCHEDULERS = ("", "ExponentialLR", "StepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau")
 FLAGS = ("parameters_as_bucket_view", "master_weights", "gradient_as_bucket_view", "two groups")
 STEM, HEADS = ("stem0", "stem1"), ("head0", "head1")

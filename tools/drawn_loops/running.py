@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from drawn_loops.classes import CLASSES, Special
 from drawn_loops.expected import Outcome
-from drawn_loops.loop import HEADS, LAYERS, STEM, STEPPING, Loop
+from drawn_loops.loop import HEADS, LAYERS, SHARDED, STEM, STEPPING, Loop
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 from zeroshard.plan import layout
 from zeroshard_comm import transport
 from zeroshard_integrations import ddp as hooks
@@ -107,6 +107,9 @@ class _Training:
     def build(self) -> None:
         loop, group, is_sharded, flags = self.loop, self.group, self.is_sharded, self.loop.flags
         self.output: Any = None
+        # Gradients that backward has reduced, and those of them that wait for the next mean.
+        self.reduced: dict[torch.Tensor, torch.Tensor] = {}
+        self.apart: dict[torch.Tensor, torch.Tensor] = {}
         torch.manual_seed(loop.seed)
         sizes = (12, 24), (24, 20), (20, 6), (20, 6)
         # Muon takes matrices alone.
@@ -124,7 +127,9 @@ class _Training:
             if loop.optimizer == "ByType":
                 param.__class__ = Special
         given: dict[str, Any] = {flag: flag in flags for flag in ("gradient_as_bucket_view", "find_unused_parameters")}
-        self.ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.002, **given)
+        self.ddp = self.model
+        if not is_sharded or loop.mode != SHARDED:
+            self.ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.002, **given)
         for layer in loop.frozen:
             self.model[layer].requires_grad_(False)
         make: Any = CLASSES.get(loop.optimizer) or getattr(torch.optim, loop.optimizer)
@@ -142,7 +147,10 @@ class _Training:
         # Ids are arguments of the class: each training has its own.
         ids = {"ids": frozenset(map(id, params[::2]))} if loop.optimizer == "ById" else {}
         self.optimizer = make(self.groups, **_SETTINGS.get(loop.optimizer, {"lr": 0.01}), **ids)
-        if is_sharded and loop.mode == "reduce_to_owner":
+        self.no_sync = getattr(self.ddp, "no_sync", None)
+        if is_sharded and loop.mode == SHARDED:
+            self.no_sync = shard_gradients(self.model, self.optimizer, bucket_mb=0.002).no_sync
+        elif is_sharded and loop.mode == "reduce_to_owner":
             hooks.register_reduce_to_owner(self.ddp, self.optimizer)
         elif is_sharded and loop.mode in STEPPING:
             self.ddp.register_comm_hook(None, getattr(hooks, loop.mode)(allreduce_hook, self.ddp, self.optimizer))
@@ -186,8 +194,8 @@ class _Training:
             case "build" | "resume" | "forward" | "backward" | "step":
                 getattr(self, word)()
             case "local":
-                with self.ddp.no_sync():
-                    self.backward()
+                with self.no_sync():
+                    self.backward(reduces=False)
             case "zero":
                 self.zero(argument)
             case "schedule":
@@ -236,6 +244,8 @@ class _Training:
                 optimizer.consolidate_state_dict()
 
     def zero(self, way: str) -> None:
+        self.add_reduced()
+        self.reduced.clear()
         if way in ("none", "zeros", "model"):
             # Copies have no gradients between steps.
             zeroing = self.ddp if self.has_copies or way == "model" else self.optimizer
@@ -251,7 +261,7 @@ class _Training:
         inputs = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * self.number + rank))
         self.output = self.ddp(inputs, self.loop.heads_of(self.number, rank))
 
-    def backward(self) -> torch.Tensor:
+    def backward(self, *, reduces: bool = True) -> torch.Tensor:
         for added in self.model["added"]:
             # DDP does not reduce its gradient, which is equal on all ranks.
             added.grad = torch.full_like(added, 0.1 * self.number)
@@ -259,8 +269,27 @@ class _Training:
             self.forward()
         loss: torch.Tensor = self.output.square().mean()
         self.output, self.number = None, self.number + 1
+        self.keep_apart()
         loss.backward()
+        if reduces:
+            self.add_reduced()
         return loss.detach()
+
+    def keep_apart(self) -> None:
+        """Set reduced gradients aside, to which sharded ones add the next mean: DDP averages the sum another time."""
+        for param, grad in self.reduced.items():
+            if param.grad is grad:
+                self.apart[param], param.grad = grad.clone(), None
+        self.reduced.clear()
+
+    def add_reduced(self) -> None:
+        """Add the gradients that were set aside."""
+        if self.is_sharded or self.loop.mode != SHARDED:
+            return
+        for param, grad in self.apart.items():
+            param.grad = grad if param.grad is None else grad.add_(param.grad)
+        self.apart.clear()
+        self.reduced = {param: param.grad for param in self.model.parameters() if param.grad is not None}
 
     def step(self, *closure: Callable[[], Any]) -> None:
         self.exchange(to_copies=True)

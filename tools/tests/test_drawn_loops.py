@@ -9,15 +9,16 @@ from pathlib import Path
 import drawn_loops.loop as loop_module
 import pytest
 from drawn_loops.expected import Outcome, problem
-from drawn_loops.loop import FAMILIES, FLAGS, MODES, SCHEDULERS, draw
+from drawn_loops.loop import FAMILIES, FLAGS, MODES, SCHEDULERS, SHARDED, draw
 from drawn_loops.running import run
 
 PLAIN = replace(draw(0), mode="reduce_to_owner", heads="both", flags=(), frozen=(), scheduler="")
 TWICE = replace(PLAIN, iterations=(("backward", "step"), ("backward", "step")))
 
 
-def problems(count, family=""):
-    outcomes = {loop: run(loop) for loop in (draw(seed, family) for seed in range(count))}
+def problems(count, family="", mode=""):
+    loops = [draw(seed, family) for seed in range(count)]
+    outcomes = {loop: run(loop) for loop in (replace(each, mode=mode or each.mode) for each in loops)}
     return [
         f"{problem(loop, outcome)}: {outcome} {loop}" for loop, outcome in outcomes.items() if problem(loop, outcome)
     ]
@@ -25,6 +26,10 @@ def problems(count, family=""):
 
 def test_some_loops_are_equal_or_refused():
     assert problems(20) == []
+
+
+def test_some_loops_with_sharded_gradients_are_equal_or_refused():
+    assert problems(12, mode=SHARDED) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,8 +44,15 @@ def test_many_loops_of_each_family_are_equal_or_refused(family):
 
 
 @pytest.mark.exhaustive
-def test_many_loops_are_equal_or_refused():
-    assert problems(300) == []
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loops_of_each_family_with_sharded_gradients_are_equal_or_refused(family):
+    assert problems(12, family, SHARDED) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["", SHARDED])
+def test_many_loops_are_equal_or_refused(mode):
+    assert problems(300, mode=mode) == []
 
 
 def test_a_loop_is_a_function_of_its_seed_and_loops_are_of_every_kind():
@@ -75,6 +87,18 @@ def test_a_difference_is_found(mode):
     # It is documented that a hook that steps in backward cannot see this.
     found = run(replace(PLAIN, mode=mode, iterations=(("backward", "write 0", "step"),)))
     assert (found.kind, found.text) == ("differs", "parameter 0 after 2 step")
+
+
+def test_sharded_gradients_are_added_up_and_refused_where_a_layer_is_unfrozen_meanwhile():
+    sharded = replace(PLAIN, mode=SHARDED)
+    added = replace(sharded, iterations=(("backward", "backward", "step", "zero none", "backward", "step"),))
+    assert problem(added, run(added)) == ""
+    assert run(added) == Outcome("equal")
+    unfrozen = replace(sharded, frozen=("stem0",), iterations=(("backward", "unfreeze stem0", "backward", "step"),))
+    found = run(unfrozen)
+    assert (found.kind, found.act) == ("refused", "2 backward")
+    assert problem(unfrozen, found) == ""
+    assert problem(unfrozen, Outcome("equal")).startswith("not refused: sharded: freezing or unfreezing")
 
 
 def test_a_refusal_is_on_a_row_by_its_message_and_a_loop_that_must_be_refused_is_not_equal():
