@@ -774,10 +774,12 @@ class CompiledBlocks(Plain):
 class CompiledLoss(Plain):
     """A compiled function calls the model and computes the loss."""
 
-    def backward(self, on: Rank) -> None:
+    def called(self) -> Callable[..., Any]:
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x: on.call(x).square().mean(), backend="aot_eager")
-        compiled(on.batch()).backward()
+        return torch.compile(lambda x: self(x).square().mean(), backend="aot_eager")
+
+    def backward(self, on: Rank) -> None:
+        on.output().backward()
 
 
 MODELS = tuple(found for found in [*vars().values()] if isinstance(found, type) and issubclass(found, Plain))
