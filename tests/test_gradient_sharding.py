@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import MODELS, BatchNorm, Plain, Rank, Unused
+from sharded_models import MODELS, BatchNorm, CompiledBlocks, CompiledLoss, Plain, Rank, Unused
 from sharded_training import SMALL_MB, Training
 from sharding_transports import TRANSPORTS, use_transport
 from torch import nn
@@ -51,7 +51,8 @@ def train(kind: type[Plain], partition: str, options: str, iterations: int = 4) 
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 def test_models_are_trained_as_in_one_process(part: int, transport: None) -> None:
     """Each part has a fourth of all models, each of them with another partition and other options."""
-    for number, kind in enumerate(MODELS[part::4]):
+    quick = [kind for kind in MODELS if kind not in (CompiledBlocks, CompiledLoss)]
+    for number, kind in enumerate(quick[part::4]):
         train(kind, *WAYS[(7 * number + 4 * part) % len(WAYS)])
 
 
@@ -69,7 +70,7 @@ def test_compiled_autograd_is_refused() -> None:
     training = Training(Plain)
     torch._dynamo.reset()
     loss = Rank(training.model, training.call, training.rank, 0).loss()
-    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    enabled = torch._dynamo.compiled_autograd._enable(lambda graph: graph)
     with pytest.raises(RuntimeError, match="compiled autograd is not supported with sharded gradients"), enabled:
         loss.backward()
     training.optimizer.zero_grad()

@@ -127,7 +127,7 @@ class _Training:
             if loop.optimizer == "ByType":
                 param.__class__ = Special
         given: dict[str, Any] = {flag: flag in flags for flag in ("gradient_as_bucket_view", "find_unused_parameters")}
-        self.ddp = self.model
+        self.ddp: Any = self.model
         if not is_sharded or loop.mode != SHARDED:
             self.ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=0.002, **given)
         for layer in loop.frozen:
@@ -147,7 +147,7 @@ class _Training:
         # Ids are arguments of the class: each training has its own.
         ids = {"ids": frozenset(map(id, params[::2]))} if loop.optimizer == "ById" else {}
         self.optimizer = make(self.groups, **_SETTINGS.get(loop.optimizer, {"lr": 0.01}), **ids)
-        self.no_sync = getattr(self.ddp, "no_sync", None)
+        self.no_sync: Any = getattr(self.ddp, "no_sync", None)
         if is_sharded and loop.mode == SHARDED:
             self.no_sync = shard_gradients(self.model, self.optimizer, bucket_mb=0.002).no_sync
         elif is_sharded and loop.mode == "reduce_to_owner":
