@@ -13,12 +13,14 @@ ROOT = Path(zeroshard.__file__).parent
 SOURCES = {
     "hooks of DistributedDataParallel": {"grads/exchange.py", "grads/buckets.py", "grads/ddp_checks.py"},
     "shard_gradients()": {
-        "sharding.py", "grads/sharded.py", "grads/held.py", "grads/transient.py", "grads/model_hooks.py",
+        "sharding.py", "sharding_join.py", "grads/sharded.py", "grads/held.py", "grads/transient.py",
+        "grads/model_hooks.py",
     },
 }  # fmt: skip
 BUILDERS = {
     "engine.py": "makes the one that the user has called for",
     "optimizer.py": "returns what hooks of DistributedDataParallel call",
+    "plan/predict.py": "computes the size of buckets before an optimizer is built",
     "__init__.py": "is what users import",
 }
 """The other modules that mention names of a source, and why."""
