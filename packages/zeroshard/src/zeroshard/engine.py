@@ -235,11 +235,10 @@ class Engine:
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
-        arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        self._announce(Call.CLIP, **arguments)
-        return self.apply_clipping(**arguments)
+        self._announce(Call.CLIP, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+        return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def apply_clipping(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip gradients that are reduced during backward, after :meth:`clip_grad_norm_` has announced the call."""
         exchange, params = self.exchange, self.local.params
         assert exchange is not None

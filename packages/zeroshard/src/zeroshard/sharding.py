@@ -160,7 +160,6 @@ def shard_gradients(
         hooks = ModelHooks(
             model,
             source,
-            index_of,
             engine.coordinator.ranks,
             engine.guard,
             broadcast_buffers=broadcast_buffers,

@@ -74,7 +74,7 @@ class HeldBucket(OwnedGradients):
         return buffer, memory
 
     def reserve(self, kept: Collection[int]) -> torch.Tensor | None:
-        """Make memory for this rank's parts, but for those of ``kept`` tensors, which have it; return it."""
+        """Make memory for this rank's parts, and return it. ``kept`` tensors have theirs already."""
         wanted = [(place, shard) for place, shard in self._owned.items() if self.tensors[place] not in kept]
         if not wanted:
             return None
@@ -130,7 +130,7 @@ class HeldBuckets:
         of_tensor: the bucket of each tensor that is trained.
         untrained: the other tensors.
         parts: this rank's parts of reduced gradients, by tensor.
-        is_ordered: whether the order is that of a backward of rank 0.
+        is_ordered: whether buckets are sent in the order in which gradients arrived on rank 0.
     """
 
     def __init__(

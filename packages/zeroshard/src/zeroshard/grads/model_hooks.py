@@ -29,7 +29,6 @@ class ModelHooks:
     Args:
         model: the module.
         source: reduces the gradients of its parameters.
-        index_of: the tensor index of each parameter of the model that the optimizer has.
         ranks: the group that broadcasts buffers.
         guard: keeps the error of a rank that is gone.
         broadcast_buffers: whether rank 0 broadcasts its buffers before a forward.
@@ -39,14 +38,13 @@ class ModelHooks:
         self,
         model: nn.Module,
         source: ShardedGradients,
-        index_of: Mapping[torch.Tensor, int],
         ranks: RankGroup,
         guard: Guard,
         *,
         broadcast_buffers: bool,
     ) -> None:
         self._model, self._source = weakref.ref(model), weakref.ref(source)
-        self._index_of, self._ranks, self._guard = dict(index_of), ranks, guard
+        self._ranks, self._guard = ranks, guard
         self._broadcasts_buffers = self._must_broadcast = broadcast_buffers
         modules = [*model.modules()]
         self._param_dicts = [module._parameters for module in modules if module._parameters]
@@ -69,8 +67,8 @@ class ModelHooks:
         return [(param.dtype, param.device) for param in self._params]
 
     def _hook_params(self) -> None:
-        """Register a hook on each trained parameter that has none."""
-        for param, tensor in self._index_of.items():
+        """Register a hook on each trained parameter of the optimizer that has none."""
+        for tensor, param in enumerate(self._source_now().params):
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
                 self._handles.append(param.register_post_accumulate_grad_hook(_arrival(self._source, tensor)))

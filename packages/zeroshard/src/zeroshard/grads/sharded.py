@@ -118,6 +118,11 @@ class ShardedGradients(GradSource):
         return self.buckets.all
 
     @property
+    def params(self) -> Sequence[torch.Tensor]:
+        """The parameters of the optimizer, in its order."""
+        return self._local.params
+
+    @property
     def transient_bytes(self) -> int:
         """Bytes of buckets on their way, at most."""
         sizes = sorted([bucket.length * bucket.dtype.itemsize for bucket in self.states])
@@ -324,6 +329,7 @@ class ShardedGradients(GradSource):
         """End a backward that no callback has ended; if an error has left it, raise a RuntimeError on every rank."""
         if in_autograd():
             return
+        self._guard.check_broken()
         is_interrupted = bool(self._queued)
         self._queued.clear()
         if self.in_backward and not is_interrupted:

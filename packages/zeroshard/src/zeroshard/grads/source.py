@@ -81,7 +81,7 @@ class GradSource(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Free the memory of gradients that nobody can use any more."""
+        """Free the memory of gradients that no step can use any more."""
 
     @abstractmethod
     def check_hook(self, mode: StepMode) -> None:

@@ -14,7 +14,7 @@ class TransientBuffers:
     """Lends memory to buckets, at most :data:`IN_FLIGHT` at a time.
 
     The thread that runs backward calls :meth:`enter`, then :meth:`lend` unless a bucket has memory of its own; the
-    thread that finishes reductions calls :meth:`leave` for each :meth:`enter`, when nobody reads the bucket any more.
+    thread that finishes reductions calls :meth:`leave` for each :meth:`enter`, when the bucket is no longer read.
 
     Args:
         device: the device of the buckets.
