@@ -20,8 +20,23 @@ import torch
 import torch.distributed as dist
 from gpu_check.models import CUDA, DEVICE, Gpt, batch, size_of
 from gpu_check.tables import Table
-from gpu_check.trainers import BF16, COMPARABLE, DDP, HOOKS, SPLIT, TORCH, WHOLE, Trainer, steps_in_backward, trainer
+from gpu_check.trainers import (
+    BF16,
+    COMPARABLE,
+    DDP,
+    HOOKS,
+    SHARDED,
+    SHARDED_SPLIT,
+    SPLIT,
+    TORCH,
+    WHOLE,
+    Trainer,
+    partition_of,
+    steps_in_backward,
+    trainer,
+)
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.profiler import ProfilerActivity, profile
 from zeroshard.plan.predict import Planner
@@ -29,7 +44,7 @@ from zeroshard_comm import collectives
 from zeroshard_testing.emulated.costs import host_never_waits
 
 NOTHING = "-"
-_DELAYED = ("foreach_copy_", "foreach_div_", "reduce_scatter", "all_gather")
+_DELAYED = ("foreach_copy_", "reduce_scatter", "all_gather")
 _DELAY = 1_500_000
 """Cycles of the device's clock, about a millisecond."""
 _ROUNDING = 1e-5
@@ -52,10 +67,10 @@ class Settings:
 
 
 def waits(_: Settings) -> int:
-    """Run one iteration of every hook and training loop in which the host must not wait for the device."""
+    """Run one iteration of every trainer and training loop in which the host must not wait for the device."""
     table = Table("trainer", "loop", "the host never waits" if CUDA else "runs; a CPU has no device to wait for")
     ids = batch(2, 64)
-    for name in (DDP, *HOOKS):
+    for name in (DDP, *HOOKS, *SHARDED):
         for loop in _LOOPS:
             if loop != "plain" and (steps_in_backward(name) or (loop == "zeroshard's clipping" and name == DDP)):
                 continue
@@ -65,7 +80,7 @@ def waits(_: Settings) -> int:
                 one.iterate(ids)
             one.optimizer.zero_grad()
             with table.tried(name, loop), host_never_waits(DEVICE) if CUDA else nullcontext():
-                loss = one.ddp(ids)
+                loss = one.model(ids)
                 (scaler.scale(loss) if loop == "unscaling" else loss).backward()
                 _LOOPS[loop](one, scaler)
                 one.optimizer.step()
@@ -76,7 +91,7 @@ def waits(_: Settings) -> int:
 # What a loop does between backward and step. GradScaler.step() reads on the host whether gradients are finite.
 _LOOPS: Mapping[str, Callable[[Trainer, torch.amp.GradScaler], object]] = {
     "plain": lambda _one, _scaler: None,
-    "torch's clipping": lambda one, _scaler: nn.utils.clip_grad_norm_(one.ddp.parameters(), 1.0),
+    "torch's clipping": lambda one, _scaler: nn.utils.clip_grad_norm_(one.model.parameters(), 1.0),
     "zeroshard's clipping": lambda one, _scaler: one.optimizer.clip_grad_norm_(1.0),
     "unscaling": lambda one, scaler: scaler.unscale_(one.optimizer),
 }
@@ -84,27 +99,64 @@ _LOOPS: Mapping[str, Callable[[Trainer, torch.amp.GradScaler], object]] = {
 
 def parity(_: Settings) -> int:
     """Compare six iterations of every hook, with streams delayed, with DDP and the plain optimizer."""
-    table = Table("trainer", "largest difference / largest parameter", "replicas are equal")
-    reference = trainer(DDP, "tiny", **COMPARABLE)
-    for number in range(6):
-        reference.iterate(batch(2, 64, number))
-    theirs = reference.flat()
-    for name in HOOKS:
+    table = Table("trainer", *_COMPARED)
+
+    def train(one: Trainer) -> torch.Tensor:
+        for number in range(6):
+            one.iterate(batch(2, 64, number))
+        return one.flat()
+
+    theirs = train(trainer(DDP, "tiny", **COMPARABLE))
+    for name in (*HOOKS, *SHARDED):
         with table.tried(name) as cells:
             one = trainer(name, "tiny", **COMPARABLE)
             with _delays():
-                for number in range(6):
-                    one.iterate(batch(2, 64, number))
-            ours = one.flat()
-            off = float((ours - theirs).abs().max() / theirs.abs().max())
-            low, high = ours.clone(), ours.clone()
-            dist.all_reduce(low, dist.ReduceOp.MIN)
-            dist.all_reduce(high, dist.ReduceOp.MAX)
-            if not torch.equal(low, high):
-                raise AssertionError(f"replicas differ by up to {float((high - low).abs().max()):.1e}")
-            if off >= _ROUNDING:
-                raise AssertionError(f"parameters differ from DDP's by {off:.1e} of the largest")
-            cells += [f"{off:.1e}", "ok"]
+                ours = train(one)
+            cells += _compared(ours, theirs)
+    return table.failed
+
+
+_COMPARED = ("largest difference / largest parameter", "replicas are equal")
+
+
+def _compared(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[str, str]:
+    """Return cells of `_COMPARED`; raise if parameters differ from DDP's, or between ranks."""
+    off = float((ours - theirs).abs().max() / theirs.abs().max())
+    low, high = ours.clone(), ours.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    if not torch.equal(low, high):
+        raise AssertionError(f"replicas differ by up to {float((high - low).abs().max()):.1e}")
+    if off >= _ROUNDING:
+        raise AssertionError(f"parameters differ from DDP's by {off:.1e} of the largest")
+    return f"{off:.1e}", "ok"
+
+
+def sharded(settings: Settings) -> int:
+    """Compare sharded gradients, of two backwards for each step, with DDP's sums; print peaks in GB, and the time."""
+    peaks = ("after step", "peak in step", "peak in backward", "peak of iteration 1")
+    table = Table("trainer", *_COMPARED, *peaks, "ms by events", "ms of the host")
+
+    def train(one: Trainer) -> torch.Tensor:
+        for number in range(3):
+            one.optimizer.zero_grad()
+            # Sharded gradients add up at their owners; those of DDP add up on each rank.
+            with one.model.no_sync() if isinstance(one.model, DistributedDataParallel) else nullcontext():
+                one.backward(batch(2, 64, number))
+            one.backward(batch(2, 64, 10 + number))
+            one.optimizer.step()
+        return one.flat()
+
+    theirs, ids = train(trainer(DDP, "tiny", **COMPARABLE)), batch(1, 256)
+    for name in (DDP, SPLIT, *SHARDED):
+        with table.tried(name) as cells:
+            cells += _compared(train(trainer(name, "tiny", **COMPARABLE)), theirs)
+            cells += [nbytes / 1e9 if CUDA else NOTHING for nbytes in _held(name, settings.model, ids)]
+            one = trainer(name, settings.model)
+            # The first iterations warm up.
+            _timed(one, ids, settings.iterations)
+            events, host = _timed(one, ids, settings.iterations)
+            cells += [events if CUDA else NOTHING, host]
     return table.failed
 
 
@@ -141,9 +193,10 @@ def memory(settings: Settings) -> int:
         planner = Planner(Gpt(*size_of(settings.model)), AdamW, backend="nccl", fused=True)
     # Libraries allocate once.
     trainer(DDP, "tiny").iterate(batch(1, 64))
-    for name in (DDP, TORCH, WHOLE, SPLIT):
+    for name in (DDP, TORCH, WHOLE, SPLIT, SHARDED_SPLIT):
         with table.tried(name, ranks) as cells:
-            predicted = planner.predict(1 if name == DDP else ranks, name if name in (WHOLE, SPLIT) else WHOLE).ranks
+            partition, is_sharded = partition_of(name), name in SHARDED
+            predicted = planner.predict(1 if name == DDP else ranks, partition, shards_gradients=is_sharded).ranks
             # With whole tensors ranks differ, so this rank's own.
             cells.append(predicted[min(dist.get_rank(), len(predicted) - 1)].total / 1e9)
             cells += [nbytes / 1e9 if CUDA else NOTHING for nbytes in _held(name, settings.model, ids)]
@@ -294,7 +347,7 @@ def _replay(name: str) -> None:
 def iterations(_: Settings) -> int:
     """Run three iterations of every trainer, for sanitizers."""
     table = Table("trainer", "three iterations")
-    for name in (DDP, *HOOKS):
+    for name in (DDP, *HOOKS, *SHARDED):
         with table.tried(name):
             one = trainer(name, "tiny")
             for number in range(3):
@@ -304,5 +357,5 @@ def iterations(_: Settings) -> int:
 
 
 MEASUREMENTS: Mapping[str, Callable[[Settings], int]] = {
-    each.__name__: each for each in (waits, parity, memory, times, graph, iterations)
+    each.__name__: each for each in (waits, parity, sharded, memory, times, graph, iterations)
 }

@@ -93,11 +93,14 @@ def table(workers: int) -> list[Step]:
         Step("3a", "NCCL at one rank: tests", 60, _tests(workers, *nccl, "-k", "1-nccl", "tests"), _NO_NCCL),
         _measure("3b", "two NCCL ranks share the GPU: delayed streams, host waits", 60, "parity,waits", 2, "nccl"),
         _measure("4", "host waits at one rank: every hook, clipping, unscaling", 40, "waits", 1, "nccl"),
+        _measure(
+            "2c", "two ranks on one GPU over gloo: sharded gradients, memory and time", 40, "sharded", 2, "gloo", *_ONCE
+        ),
         # The two after these quick ones may take all of their time.
         Step(
             "2b",
             "two ranks on one GPU over gloo: tests of the CPU",
-            80,
+            60,
             _tests(workers, *gloo, "tests"),
             "no GPU; `nox -s tests` runs these tests on the CPU",
             {ALSO_ON: "gloo-cuda"},

@@ -1,4 +1,4 @@
-"""Builds what trains: DDP with the plain optimizer, torch's ZeroRedundancyOptimizer, or zeroshard and its hooks."""
+"""Builds what trains: DDP with the plain or torch's optimizer, zeroshard with its hooks, or with sharded gradients."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from collections.abc import Callable
@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from gpu_check.models import CUDA, DEVICE, build
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 from zeroshard_integrations.ddp import hook_with_zero_step, hook_with_zero_step_interleaved, register_reduce_to_owner
 
 DDP, TORCH = "DDP", "torch's class"
@@ -24,6 +25,8 @@ _STEPPING: dict[str, Callable[..., Any]] = {
 }
 HOOKS = [WHOLE, SPLIT, *(f"{partition}, {hook}" for hook in _STEPPING for partition in (WHOLE, SPLIT))]
 """Partition and hook of zeroshard; `reduce_to_owner_hook` where none is named."""
+SHARDED = SHARDED_WHOLE, SHARDED_SPLIT = [f"{partition}, sharded gradients" for partition in (WHOLE, SPLIT)]
+"""Partition of zeroshard, without DDP."""
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # Adam divides small gradients by their own size, so roundings of two correct runs grow. SGD compares better.
@@ -32,15 +35,15 @@ COMPARABLE: dict[str, Any] = {"kind": SGD, "lr": 0.1, "momentum": 0.9}
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model under DDP and its optimizer."""
+    """A model, under DDP unless its gradients are sharded, and its optimizer."""
 
-    ddp: DistributedDataParallel
+    model: nn.Module
     optimizer: Any
 
     def backward(self, ids: torch.Tensor, dtype: torch.dtype = FP32) -> None:
         """Run forward and backward, under autocast unless `dtype` is float32."""
         with torch.autocast(DEVICE.type, BF16, enabled=dtype == BF16):
-            loss = self.ddp(ids)
+            loss = self.model(ids)
         loss.backward()
 
     def iterate(self, ids: torch.Tensor, dtype: torch.dtype = FP32) -> None:
@@ -51,18 +54,30 @@ class Trainer:
 
     def flat(self) -> torch.Tensor:
         """Return a copy of all parameters as one vector."""
-        return torch.cat([param.detach().flatten() for param in self.ddp.parameters()])
+        return torch.cat([param.detach().flatten() for param in self.model.parameters()])
+
+
+def partition_of(name: str) -> Literal["whole", "split"]:
+    """Return the partition of a trainer; that of one without zeroshard is "whole", as torch's class has it."""
+    return "split" if name.startswith(SPLIT) else "whole"
 
 
 def steps_in_backward(name: str) -> bool:
     """Whether a hook of zeroshard steps during backward, so that the loop has no gradients to clip or to unscale."""
-    return "," in name
+    return name.partition(", ")[2] in _STEPPING
 
 
 def trainer(name: str, size: str, kind: type[Optimizer] = AdamW, **settings: Any) -> Trainer:  # noqa: ANN401 - of any optimizer
-    """Build a trainer by its name: `DDP`, `TORCH`, or one of `HOOKS`."""
+    """Build a trainer by its name: `DDP`, `TORCH`, or one of `HOOKS` or `SHARDED`."""
+    settings = {"lr": 1e-4, "fused": True, **settings}
+    partition = partition_of(name)
+    if name in SHARDED:
+        model = build(size)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, partition=partition, **settings)
+        shard_gradients(model, optimizer)
+        return Trainer(model, optimizer)
     ddp = DistributedDataParallel(build(size), gradient_as_bucket_view=True)
-    params, settings = ddp.parameters(), {"lr": 1e-4, "fused": True, **settings}
+    params = ddp.parameters()
     is_fake = dist.get_backend() == "fake"
     if name in (DDP, TORCH):
         if is_fake:
@@ -71,7 +86,6 @@ def trainer(name: str, size: str, kind: type[Optimizer] = AdamW, **settings: Any
             return Trainer(ddp, kind(params, **settings))
         return Trainer(ddp, TorchZero(params, kind, parameters_as_bucket_view=True, **settings))
     _, _, hook = name.partition(", ")
-    partition: Literal["whole", "split"] = "split" if name.startswith(SPLIT) else "whole"
     optimizer = ZeroRedundancyOptimizer(params, kind, partition=partition, overlap_with_ddp=bool(hook), **settings)
     if hook:
         inner = _all_reduce_without_data if is_fake else allreduce_hook

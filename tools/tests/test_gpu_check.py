@@ -389,6 +389,19 @@ def test_tests_of_the_cpu_are_there_for_gloo_on_the_gpu():
     assert "[2-gloo-cuda" in done.stdout, done.stdout + done.stderr
 
 
+def test_sharded_gradients_are_compared_with_ddp(monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", pythonpath())
+    assert measure.start_ranks(2, ["sharded", "--ranks=2", "--backend=gloo", "--iterations=1"]) == 0
+    rows = [line.split(" | ") for line in capfd.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == [
+        "| DDP",
+        "| split",
+        "| whole, sharded gradients",
+        "| split, sharded gradients",
+    ]
+    assert all(row[2] == "ok" for row in rows[2:])
+
+
 def check(tmp_path, *arguments):
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", str(SCRIPT), *arguments]
