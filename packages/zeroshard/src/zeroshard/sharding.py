@@ -18,7 +18,7 @@ from zeroshard.sharding_join import ShardingJoin
 
 
 class GradientSharding:
-    """Shards the gradients of one model; :func:`shard_gradients` makes it. The model keeps it alive no longer.
+    """Controls the sharded gradients of one model; :func:`shard_gradients` makes it. Training goes on if you drop it.
 
     ``.grad`` of a parameter is a :class:`GradPlaceholder` after backward, see there.
     """
@@ -112,7 +112,7 @@ def shard_gradients(
             ``zeroshard_integrations.ddp.register_reduce_to_owner``.
 
     Returns:
-        A handle with ``no_sync()`` and ``remove()``. The optimizer keeps what works; the handle may be dropped.
+        A handle with ``no_sync()``, ``join()`` and ``remove()``. You may drop it: the optimizer keeps what works.
 
     Raises:
         TypeError: if the model is no module or the optimizer is not sharded.
