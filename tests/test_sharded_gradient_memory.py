@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import zeroshard.plan.predict
 from torch import nn, optim
 from training import cutting
-from zeroshard import ZeroRedundancyOptimizer, shard_gradients
+from zeroshard import ZeroRedundancyOptimizer, predict, shard_gradients
 from zeroshard_comm import collectives
 
 WIDTH, LAYERS = 128, 24
@@ -38,7 +39,8 @@ EACH_BUCKET = pytest.mark.parametrize("bucket", BUCKETS)
 
 @pytest.fixture(autouse=True)
 def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "STAGING_BYTES", STAGING)
+    for module in (collectives, zeroshard.plan.predict):
+        monkeypatch.setattr(module, "STAGING_BYTES", STAGING)
 
 
 class Layers(nn.Module):
@@ -99,17 +101,27 @@ class Training:
 
 @EACH_PARTITION
 @EACH_BUCKET
-def test_the_peak_is_that_of_two_buckets(
-    world_size: int, device: torch.device, device_costs: Costs, partition: str, bucket: str
+def test_the_peak_is_that_of_two_buckets_and_predicted(
+    rank: int, world_size: int, device: torch.device, device_costs: Costs, partition: str, bucket: str
 ) -> None:
     training = Training(device, partition, bucket, range(LAYERS))
     peak = training.peak(device_costs)
     in_flight = (1 if bucket == "alone" else 2) * LAYER
     staging, rows = (2 * STAGING, in_flight / world_size) if partition == "split" else (0, 0)
-    expected = training.kept + PARAMS / world_size + 2 * (in_flight + rows) + staging
-    assert peak == pytest.approx(expected, rel=0.05)
+    two_buckets = training.kept + PARAMS / world_size + 2 * (in_flight + rows) + staging
     # Autograd makes the gradients of the next bucket before memory is free for it.
-    assert expected <= peak <= 1.005 * (expected + in_flight)
+    assert two_buckets <= peak <= 1.005 * (two_buckets + in_flight)
+    predicted = predict(
+        training.model,
+        optim.AdamW,
+        ranks=world_size,
+        partition=cutting(partition),
+        shards_gradients=True,
+        bucket_mb=BUCKETS[bucket] / 2**20,
+        backend="nccl",
+        fused=True,
+    )
+    assert peak == pytest.approx(predicted.ranks[rank].total, rel=0.01)
 
 
 @EACH_PARTITION
