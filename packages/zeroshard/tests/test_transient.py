@@ -19,7 +19,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 200) | st.none(), st.sampled_from(DTYPES), st.integers(0, IN_FLIGHT), st.booleans()),
+        st.tuples(st.integers(1, 200) | st.none(), st.sampled_from(DTYPES), st.integers(0, IN_FLIGHT), st.booleans()),
         max_size=20,
     )
 )
