@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -185,6 +186,21 @@ def train(training: Training, batches: Sequence[torch.Tensor], **options: bool) 
             training.optimizer.zero_grad()
             training.model(batch).backward()
             training.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_backward_after_the_block_averages_over_all_ranks(rank: int) -> None:
+    training, batch = Training("split"), batches_of(7, 1)[0]
+    train(training, batches_of(rank, 1 + rank), divide_by_initial_world_size=False)
+    plain = copy.deepcopy(training.model)
+    plain(batch).backward()
+    training.optimizer.zero_grad()
+    training.model(batch).backward()
+    norms = [
+        nn.utils.get_total_norm([p.grad for p in each.parameters() if p.grad is not None])
+        for each in (training.model, plain)
+    ]
+    torch.testing.assert_close(*norms)
 
 
 @pytest.mark.ranks(2, backend="gloo")

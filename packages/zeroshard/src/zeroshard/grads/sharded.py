@@ -169,8 +169,7 @@ class ShardedGradients(GradSource):
         """Agree with all ranks to begin a backward with the same buckets, or raise a rank's error. Collective."""
         error: Exception | None = None
         with self._guard:
-            if self.announce_backward is not None:
-                self._scale = self.announce_backward()
+            self._scale = self.announce_backward() if self.announce_backward is not None else 1.0
             try:
                 self._guard.check_capture(self._local.params, self._plan)
                 if refusal is not None:
