@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,31 @@ def test_several_classes_with_groups_of_their_own(rank: int, world_size: int) ->
         for scheduler in schedulers:
             scheduler.step()
         assert_bitwise_equal(model, plain, f"after step {number}")
+
+
+class Outputs(nn.Module):
+    """Returns a parameter itself, and an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+        return self.scale, iter([inputs @ self.weight, inputs])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_outputs_are_left_as_they_are() -> None:
+    model = Outputs()
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.SGD, lr=0.1)
+    sharding = shard_gradients(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scale, results = model(torch.ones(1, 4))
+        (scale * next(results).sum()).backward()
+        optimizer.step()
+    sharding.remove()
+    del sharding, optimizer
+    scale, results = model(torch.ones(1, 4))
+    (scale * next(results).sum()).backward()
+    assert type(model.scale.grad) is torch.Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -24,26 +25,13 @@ _BROADCAST_BYTES = 250 * 1024 * 1024
 class ModelHooks:
     """Registers the hooks of a model, and calls a source of gradients from them.
 
-    The model refers weakly to this object, and this object to the model.
-
-    Args:
-        model: the module.
-        source: reduces the gradients of its parameters.
-        ranks: the group that broadcasts buffers.
-        guard: keeps the error of a rank that is gone.
-        broadcast_buffers: whether rank 0 broadcasts its buffers before a forward.
+    The model refers weakly to this object. The constructor is collective.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        source: ShardedGradients,
-        ranks: RankGroup,
-        guard: Guard,
-        *,
-        broadcast_buffers: bool,
+        self, model: nn.Module, source: ShardedGradients, ranks: RankGroup, guard: Guard, *, broadcast_buffers: bool
     ) -> None:
-        self._model, self._source = weakref.ref(model), weakref.ref(source)
+        self._source = weakref.ref(source)
         self._ranks, self._guard = ranks, guard
         self._broadcasts_buffers = self._must_broadcast = broadcast_buffers
         modules = [*model.modules()]
@@ -68,10 +56,11 @@ class ModelHooks:
 
     def _hook_params(self) -> None:
         """Register a hook on each trained parameter of the optimizer that has none."""
-        for tensor, param in enumerate(self._source_now().params):
+        for tensor, param in enumerate(_alive(self._source).params):
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
-                self._handles.append(param.register_post_accumulate_grad_hook(_arrival(self._source, tensor)))
+                arrived = partial(_arrived, self._source, tensor)
+                self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -103,7 +92,7 @@ class ModelHooks:
         if in_autograd():
             # A checkpoint computes again.
             return
-        source = self._source_now()
+        source = _alive(self._source)
         source.end_last()
         if is_in_ddp():
             raise RuntimeError(
@@ -141,13 +130,11 @@ class ModelHooks:
         """Let the backward of an output end when autograd has finished all of it."""
         if not torch.is_grad_enabled() or in_autograd():
             return
-        begin = _backward_begin(self._source)
+        begun = partial(_backward_begun, self._source)
         for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(begin)
-
-    def _source_now(self) -> ShardedGradients:
-        return _alive(self._source)
+            # A leaf, such as a parameter, would keep the hooks of all forwards.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begun)
 
 
 class _Hook:
@@ -177,27 +164,20 @@ def _alive(source: Callable[[], ShardedGradients | None]) -> ShardedGradients:
     return found
 
 
-def _arrival(source: weakref.ref[ShardedGradients], tensor: int) -> Callable[[torch.Tensor], None]:
-    def arrived(_: torch.Tensor) -> None:
-        _alive(source).arrive(tensor)
-
-    return arrived
+def _arrived(source: weakref.ref[ShardedGradients], tensor: int, _: torch.Tensor) -> None:
+    _alive(source).arrive(tensor)
 
 
-def _backward_begin(source: weakref.ref[ShardedGradients]) -> Callable[[torch.Tensor], None]:
-    def begun(_: torch.Tensor) -> None:
-        _alive(source).queue_end()
-
-    return begun
+def _backward_begun(source: weakref.ref[ShardedGradients], _: torch.Tensor) -> None:
+    _alive(source).queue_end()
 
 
 def _tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an output of a module: itself, or in containers and dataclasses."""
+    """Yield the tensors in an output of a module: itself, or in containers and dataclasses. Reads no iterator."""
     if isinstance(output, torch.Tensor):
         yield output
         return
     parts: Any = vars(output) if hasattr(output, "__dataclass_fields__") else output
-    parts = parts.values() if isinstance(parts, Mapping) else parts
-    for part in parts if not isinstance(parts, (str, bytes)) and hasattr(parts, "__iter__") else ():
-        if part is not output:
-            yield from _tensors_in(part)
+    parts = [*parts.values()] if isinstance(parts, Mapping) else parts
+    for part in parts if isinstance(parts, (list, tuple, set)) else ():
+        yield from _tensors_in(part)
