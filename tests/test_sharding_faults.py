@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer, shard_gradients
+from zeroshard.grads.held import HeldBucket
 from zeroshard_comm import DisagreementError, PeerLostError, transport
 from zeroshard_comm.message_exchange import MessageReduceWork
 from zeroshard_testing import Faults, assert_replicas_equal
@@ -132,6 +133,24 @@ def test_no_thread_waits_for_a_bucket_that_could_not_be_sent(rank: int, monkeypa
         training.iterate(1)
     with pytest.raises(PeerLostError, match="build the optimizer again"):
         training.optimizer.step()
+
+
+# What is not sent leaves messages without another end.
+@pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages no:collectives no:deadlock")
+@READS
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("method", ["pack", "accept"])
+def test_no_rank_waits_after_an_error_of_another(
+    rank: int, reads: bool, threads: bool, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 0 if threads else 2**60)
+    training, began = Training(), time.monotonic()
+    training.iterate(0)
+    if rank == 1:
+        monkeypatch.setattr(HeldBucket, method, mock.Mock(side_effect=MemoryError("no memory is left")))
+    with pytest.raises(MemoryError if rank == 1 else PeerLostError, match=r"no memory is left|lost rank 1"):
+        training.iterate(1)
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.ranks(3, backend="gloo")

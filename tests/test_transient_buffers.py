@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import cutting
 from zeroshard import GradientSharding, ZeroRedundancyOptimizer, shard_gradients
 from zeroshard.grads import sharded, transient
+from zeroshard.grads.held import HeldBucket
 from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.transient import IN_FLIGHT, TransientBuffers
@@ -273,59 +275,69 @@ def no_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is returned, and nobody waits until it has been sent."""
     # gloo loses a message that nobody refers to.
     not_closed: list[BucketReduceWork] = []
+    close = ShardedGradients._close
 
-    def close(closing: sharded._Closing) -> None:
-        not_closed.append(closing.work)
-        closing.then()
+    def returned(source: ShardedGradients, work: BucketReduceWork, *used: torch.Tensor | None) -> None:
+        not_closed.append(work)
+        close(source, mock.create_autospec(BucketReduceWork, instance=True), *used)
 
-    monkeypatch.setattr(sharded._Closing, "close", close)
+    monkeypatch.setattr(ShardedGradients, "_close", returned)
 
 
 def return_before_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is returned just before it has been sent."""
+    close = ShardedGradients._close
 
-    def close(closing: sharded._Closing) -> None:
-        closing.then()
-        closing.work.close()
+    def returned(source: ShardedGradients, work: BucketReduceWork, *used: torch.Tensor | None) -> None:
+        close(source, mock.create_autospec(BucketReduceWork, instance=True), *used)
+        work.close()
 
-    monkeypatch.setattr(sharded._Closing, "close", close)
+    monkeypatch.setattr(ShardedGradients, "_close", returned)
 
 
 def close_before_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is returned before its reduction is finished."""
+    close = ShardedGradients._close
 
-    def finish_one(queue: ReductionQueue) -> None:
-        finish, work = queue._begun.popleft()
-        assert work is not None
-        work.close()
-        finish()
+    def finished(
+        source: ShardedGradients,
+        bucket: HeldBucket,
+        buffer: torch.Tensor,
+        memory: torch.Tensor | None,
+        work: BucketReduceWork,
+        kept: set[int],
+    ) -> None:
+        close(source, work, buffer, memory)
+        work.finish()
+        bucket.accept(buffer, kept)
 
-    monkeypatch.setattr(ReductionQueue, "_finish_one", finish_one)
+    monkeypatch.setattr(ShardedGradients, "_finish_bucket", finished)
 
 
 def return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By reads, memory is returned when this rank has finished, as by messages."""
 
-    def returned(source: ShardedGradients, *used: torch.Tensor | None) -> None:
+    def returned(source: ShardedGradients, work: BucketReduceWork, *used: torch.Tensor | None) -> None:
+        work.close()
         source._transient.leave(used[-1])
 
-    monkeypatch.setattr(ShardedGradients, "_return", returned)
+    monkeypatch.setattr(ShardedGradients, "_close", returned)
 
 
 def hold_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """By reads, a gradient that was sent from its own memory is freed when this rank has finished."""
-    give_back = ShardedGradients._return
-    monkeypatch.setattr(ShardedGradients, "_return", lambda source, *used: give_back(source, used[-1]))
+    close = ShardedGradients._close
+    monkeypatch.setattr(ShardedGradients, "_close", lambda source, work, *used: close(source, work, used[-1]))
 
 
 def free_before_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """By reads, the memory of the last buckets is freed before all ranks have agreed."""
     agree_to_end = ShardedGradients._agree_to_end
 
-    def agreed(source: ShardedGradients, failure: Exception | None) -> list[Sequence[bool]]:
+    def agreed(source: ShardedGradients) -> list[tuple[bool, ...]]:
         source._read = (None,)
         source._transient.clear()
-        return agree_to_end(source, failure)
+        return agree_to_end(source)
 
     monkeypatch.setattr(ShardedGradients, "_agree_to_end", agreed)
 

@@ -17,7 +17,7 @@ from zeroshard.debug.checks import StepChecks
 from zeroshard.debug.describe import OptimizerDescription, describe
 from zeroshard.grads.early_steps import StepCalls
 from zeroshard.grads.exchange import GradExchange
-from zeroshard.grads.sharded import ShardedGradients, ShardingSettings
+from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.grads.source import GradSource, StepMode
 from zeroshard.guard import Guard
 from zeroshard.join import Call, JoinState
@@ -42,31 +42,8 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Holds the parts of one public optimizer. Parts that call back refer to it weakly.
 
-    Args:
-        ranks: the ranks of the process group.
-        policy: how to partition tensors, without the classes of the groups.
-        name: the name of the constructor's optimizer class.
-        read: reads and checks the user's arguments; returns the public param groups, and the class of each.
-
-    Attributes:
-        coordinator: the channel of the ranks' agreements.
-        guard: keeps errors that outlive a call; the context of every exchange.
-        local: the local optimizer.
-        buffers: the memory of the parameters, and their broadcast.
-        changes: finds what the user has changed since the last step.
-        layouts: the layout in use.
-        metadata: lists the state of all ranks.
-        checkpoints: saves and loads the state.
-        train_mode: calls ``train()`` and ``eval()``.
-        join: announces calls inside Join.
-        debugging: logs or checks every step; None if debugging is off.
-        stepper: makes steps.
-        for_hooks: the exchange that :meth:`take_buckets` has made; None before.
-        exchange: reduces gradients during backward; None if :meth:`take_buckets` or :meth:`shard` was not called.
-
-    Raises:
-        Exception: an error of any rank in reading or planning, on every rank.
-        DisagreementError: if ranks differ in their plans or settings, on every rank.
+    ``policy`` has no classes of groups yet: ``read`` checks the user's arguments, and returns the public param groups
+    and the class of each. The constructor raises an error of any rank, and that plans differ, on every rank.
     """
 
     def __init__(
@@ -79,6 +56,7 @@ class Engine:
         self.coordinator = coordinator = Coordinator(ranks)
         self.guard = Guard(coordinator)
         self.exchange: GradSource | None = None
+        """Reduces gradients during backward; None if torch or DistributedDataParallel does."""
         self.for_hooks: GradExchange | None = None
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             groups, classes = read()
@@ -195,14 +173,17 @@ class Engine:
         return made
 
     def shard(
-        self, names: Mapping[torch.Tensor, str], order: Callable[[], Sequence[int]], settings: ShardingSettings
+        self, names: Mapping[torch.Tensor, str], order: Callable[[], Sequence[int]], *, bucket_mb: float, norms: bool
     ) -> ShardedGradients:
         """Keep only this rank's parts of gradients from now on. Collective.
 
         ``order`` returns the tensors in the order in which they are sent at first, after it has checked the arguments.
         """
         with self._reducing(names):
-            made = ShardedGradients(self.coordinator, self.guard, self.local, self.layouts.layout, order, settings)
+            layout = self.layouts.layout
+            made = ShardedGradients(
+                self.coordinator, self.guard, self.local, layout, order, bucket_mb=bucket_mb, norms=norms
+            )
             self._use_source(made)
         return made
 
@@ -220,10 +201,11 @@ class Engine:
     def _use_source(self, source: GradSource | None) -> None:
         self.exchange = self.stepper.exchange = self.layouts.source = source
 
-    def drop_source(self) -> None:
-        """Reduce no gradients during backward from now on."""
-        self._use_source(None)
-        self.local.hook_gradients = None
+    def drop_source(self, source: GradSource) -> None:
+        """Reduce no gradients during backward from now on, unless another source does."""
+        if self.exchange is source:
+            self._use_source(None)
+            self.local.hook_gradients = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters so that their norm is at most ``max_norm``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard._torch_private import is_ignored_by_ddp
 from zeroshard.grads.model_hooks import ModelHooks
 from zeroshard.grads.placeholder import GradPlaceholder
-from zeroshard.grads.sharded import ShardedGradients, ShardingSettings
+from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.sharding_join import ShardingJoin
 
@@ -23,10 +23,8 @@ class GradientSharding:
     ``.grad`` of a parameter is a :class:`GradPlaceholder` after backward, see there.
     """
 
-    def __init__(
-        self, optimizer: ZeroRedundancyOptimizer, model: nn.Module, source: ShardedGradients, hooks: ModelHooks
-    ) -> None:
-        self._optimizer, self._model, self._source, self._hooks = optimizer, model, source, hooks
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, source: ShardedGradients, hooks: ModelHooks) -> None:
+        self._optimizer, self._source, self._hooks = optimizer, source, hooks
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -65,7 +63,7 @@ class GradientSharding:
             Exception: an error of another rank in the block.
         """
         engine = self._optimizer._engine
-        joined = ShardingJoin(engine.coordinator, self._source, self._hooks, engine.join, engine.local.params)
+        joined = ShardingJoin(engine.coordinator, self._source, self._hooks, engine.join)
         with joined.block(divides_by_running=not divide_by_initial_world_size, throws=throw_on_early_termination):
             yield
 
@@ -79,10 +77,11 @@ class GradientSharding:
             self._source.end_last()
         finally:
             self._hooks.remove()
-            for param in self._model.parameters():
+            for param in self._source.params:
                 if isinstance(param.grad, GradPlaceholder):
                     param.grad = None
-            self._optimizer._engine.drop_source()
+            self._source.release()
+            self._optimizer._engine.drop_source(self._source)
 
 
 def shard_gradients(
@@ -143,32 +142,21 @@ def shard_gradients(
         raise TypeError(f"shard_gradients() takes a torch.nn.Module, and not a {type(model)}")
     engine = optimizer._engine
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
-    index_of = {param: index for index, param in enumerate(engine.local.params) if param in names}
 
     def order() -> Sequence[int]:
-        _check(model, optimizer)
-        if not isinstance(norms, bool):
-            raise ValueError(f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False")
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb!r} is not a size: pass a number of MiB above 0")
-        known = [index_of[param] for param in names if param in index_of]
-        return [*reversed(known), *[i for i in range(len(engine.local.params)) if i not in {*known}]]
+        _check(model, names, optimizer)
+        index_of = {param: index for index, param in enumerate(engine.local.params)}
+        return [index_of[param] for param in reversed(names) if param in index_of]
 
-    settings = ShardingSettings(max(1, int(bucket_mb * 2**20)), norms)
     with engine.collective():
-        source = engine.shard(names, order, settings)
-        hooks = ModelHooks(
-            model,
-            source,
-            engine.coordinator.ranks,
-            engine.guard,
-            broadcast_buffers=broadcast_buffers,
-        )
+        source = engine.shard(names, order, bucket_mb=bucket_mb, norms=norms)
+        ranks, guard = engine.coordinator.ranks, engine.guard
+        hooks = ModelHooks(model, source, ranks, guard, broadcast_buffers=broadcast_buffers)
     source.model_hooks = hooks
-    return GradientSharding(optimizer, model, source, hooks)
+    return GradientSharding(optimizer, source, hooks)
 
 
-def _check(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+def _check(model: nn.Module, names: Mapping[torch.Tensor, str], optimizer: ZeroRedundancyOptimizer) -> None:
     """Raise a ValueError if the gradients of a model cannot be sharded for an optimizer."""
     engine = optimizer._engine
     if isinstance(model, DistributedDataParallel):
@@ -179,11 +167,8 @@ def _check(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
             "without that"
         )
     if engine.exchange is not None:
-        raise ValueError(
-            "gradients of this optimizer are reduced already, by a communication hook or an earlier shard_gradients()"
-        )
+        raise ValueError("gradients of this optimizer are reduced already, by a hook or an earlier shard_gradients()")
     own = {*engine.local.params}
-    names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():
         if param.requires_grad and param not in own:
             raise ValueError(

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from operator import is_
 
 import torch
@@ -21,6 +20,7 @@ from zeroshard_core import Plan
 from zeroshard._torch_private import is_ignored_by_ddp
 from zeroshard.grads.bucket import Bucket, OwnedGradients, common_device, runs_of
 from zeroshard.grads.ddp_checks import index_of_param
+from zeroshard.grads.source import END, on_any_rank
 from zeroshard.grads.table import GradTable
 from zeroshard.local.optimizer import LocalOptimizer, bound_gradients
 from zeroshard.local.partial_step import PartialStepper
@@ -28,7 +28,7 @@ from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout, label_in, with_settings
 
 _logger = logging.getLogger(__name__)
-_END = "the end of backward()"
+_EXPLAIN = "rank {2} has ended {0}, and rank {3} {1}: ranks must make the same calls on the same model".format
 
 _SETTLED = 3
 """Number of equal backwards after which the next one should have the same buckets: DDP rebuilds them once, before."""
@@ -303,10 +303,9 @@ class Buckets:
         """End a backward on all ranks. Return for each bucket which gradients any rank has computed. Collective."""
         computed = [state.present for state in self.arrived]
         done = f"backward number {number}, in buckets of {[state.length for state in self.arrived]} elements"
-        digest, lacks_some, explain = zlib.crc32(done.encode()), not all(map(all, computed)), _explain_backwards
-        if self._coordinator.agree(_END, digest, error=error, detail=lambda: done, explain=explain, flag=lacks_some):
-            bits = iter(self._coordinator.any_of([*chain.from_iterable(computed)], _END))
-            computed = [tuple([next(bits) for _ in of_state]) for of_state in computed]
+        digest, lacks_some = zlib.crc32(done.encode()), not all(map(all, computed))
+        if self._coordinator.agree(END, digest, error=error, detail=lambda: done, explain=_EXPLAIN, flag=lacks_some):
+            computed = on_any_rank(self._coordinator, computed)
         self._alike += 1
         if self._is_new:
             # A rebuild has removed the buckets that have not arrived.
@@ -345,7 +344,3 @@ class Buckets:
         self._table.locate(state)
         self._is_new = True
         return state
-
-
-def _explain_backwards(here: str, there: str, rank: int, other: int) -> str:
-    return f"rank {rank} has ended {here}, and rank {other} {there}: ranks must make the same calls on the same model"

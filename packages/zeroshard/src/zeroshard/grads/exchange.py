@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from zeroshard.grads.ddp_checks import settings_of_ignored
 from zeroshard.grads.early_steps import EarlySteps, StepCalls
 from zeroshard.grads.norms import GradNorms
 from zeroshard.grads.placeholder import Reduced
-from zeroshard.grads.source import GradSource, StepMode
+from zeroshard.grads.source import GradSource, StepMode, check_norms
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.table import Advice, GradTable
 from zeroshard.guard import Guard
@@ -43,7 +43,6 @@ _BucketFuture = Future[torch.Tensor]
 _ADVICE = Advice(
     held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it; or "
     "use zeroshard.shard_gradients() in place of DistributedDataParallel, which adds them up",
-    used="",
     unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
     "no_sync(), and must not be; or a parameter is unused, which needs find_unused_parameters=True, or was frozen: "
     "wrap the model again",
@@ -101,17 +100,13 @@ class GradExchange(GradSource):
             device = common_device(local.params, layout)
             if self._is_interleaved:
                 local.check_may_detach()
-            if not isinstance(norms, bool):
-                raise ValueError(
-                    f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False"
-                )
+            check_norms(norms)
             proposal.set(with_settings(layout, settings_of_ignored(local.params, layout)))
         steps_early = mode is not StepMode.IN_STEP
         known = GradNorms(coordinator, device, takes_norms=norms, steps_early=steps_early)
         self.table = GradTable(known, [Reduced.ZERO], replace(_ADVICE, used=_USED_EARLY if steps_early else ""))
         self.buckets = Buckets(coordinator, local, buffers, layout, self.table, is_interleaved=self._is_interleaved)
-        weak = weakref.ref(self)
-        local.hook_gradients = lambda: found._bound() if (found := weak()) is not None else nullcontext()
+        local.hook_gradients = weakref.WeakMethod(self._bound)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]

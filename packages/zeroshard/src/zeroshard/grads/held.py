@@ -21,13 +21,7 @@ from zeroshard.plan.layout import label_in
 
 
 class HeldBucket(OwnedGradients):
-    """Some parameters whose gradients travel together. Their parts lie in ``held``, which all buckets share.
-
-    Attributes:
-        missing: the tensors whose gradients have not arrived in this backward.
-        is_sent: whether the bucket was sent in this backward.
-        present: for each tensor, whether this rank had a gradient when it was sent.
-    """
+    """Some parameters whose gradients travel together. Their parts lie in ``held``, which all buckets share."""
 
     def __init__(
         self,
@@ -45,7 +39,9 @@ class HeldBucket(OwnedGradients):
         self._held = held
         self._is_plain = all(param.is_contiguous() for param in params)
         self.missing: set[int] = set()
+        """The tensors whose gradients have not arrived in this backward."""
         self.is_sent, self.present = False, (False,) * len(params)
+        """Whether the bucket was sent in this backward, and which gradients this rank had then."""
 
     def begin(self) -> None:
         """Prepare for a backward."""
@@ -116,30 +112,18 @@ class HeldBucket(OwnedGradients):
 class HeldBuckets:
     """Keeps the buckets of one model, in the order in which they are sent, and this rank's parts of gradients.
 
-    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object.
-
-    Args:
-        local: the local optimizer.
-        table: the states of the gradients.
-        transport: reduces the buckets.
-        order: the tensors in the order in which they are sent at first.
-        limit: the size of a bucket in bytes.
-
-    Attributes:
-        all: the buckets, in order.
-        of_tensor: the bucket of each tensor that is trained.
-        untrained: the other tensors.
-        parts: this rank's parts of reduced gradients, by tensor.
-        is_ordered: whether buckets are sent in the order in which gradients arrived on rank 0.
+    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object. A bucket has ``limit`` bytes.
     """
 
     def __init__(
-        self, local: LocalOptimizer, table: GradTable, transport: Transport, order: Sequence[int], limit: int
+        self, local: LocalOptimizer, table: GradTable, transport: Transport, order: Sequence[int], limit: float
     ) -> None:
         self._local, self._table, self._transport, self._limit = local, table, transport, limit
         self._order = [*order]
+        self._ordered: tuple[bool, ...] = ()
+        """Which parameters were trained when rank 0 decided the order."""
         self.parts: dict[int, torch.Tensor] = {}
-        self.is_ordered = False
+        """This rank's parts of reduced gradients, by tensor."""
 
     def lay_out(self, plan: Plan) -> None:
         """Make buckets of the parameters that are trained now."""
@@ -162,6 +146,11 @@ class HeldBuckets:
         """Return the tensors of each bucket."""
         return self._text
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether buckets are sent in the order in which gradients of these parameters arrived on rank 0."""
+        return self._ordered == self._trained
+
     def follow_params(self) -> None:
         """Lay out buckets again if other parameters are trained now, or raise if gradients wait for a step."""
         trained = active_mask(self._local.params)
@@ -173,12 +162,11 @@ class HeldBuckets:
                 f"parameters were frozen or unfrozen while the gradient of {label_in(self._plan, waiting[0])} waits "
                 f"for step(): call step() or zero_grad() first"
             )
-        self.is_ordered = False
         self.lay_out(self._plan)
 
     def use_order(self, arrived: Sequence[int]) -> None:
         """Send buckets in the order in which gradients have ``arrived`` on rank 0, and others after these."""
-        self.is_ordered = True
+        self._ordered = self._trained
         trained = [tensor for bucket in self.all for tensor in bucket.tensors]
         if [*arrived] != trained:
             self._order = [*dict.fromkeys([*arrived, *self._order])]
@@ -196,7 +184,7 @@ class HeldBuckets:
 
 
 def split_into_buckets(
-    order: Sequence[int], params: Sequence[torch.Tensor | TensorSpec], limit: int
+    order: Sequence[int], params: Sequence[torch.Tensor | TensorSpec], limit: float
 ) -> list[list[int]]:
     """Fill buckets of one dtype with tensors in order, of at most ``limit`` bytes each.
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -32,7 +30,7 @@ from zeroshard.grads.bucket import common_device
 from zeroshard.grads.held import HeldBucket, HeldBuckets
 from zeroshard.grads.norms import GradNorms
 from zeroshard.grads.placeholder import Reduced
-from zeroshard.grads.source import GradSource, StepMode
+from zeroshard.grads.source import END, GradSource, StepMode, check_norms, on_any_rank
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.table import Advice, GradTable
 from zeroshard.grads.transient import IN_FLIGHT, TransientBuffers
@@ -40,34 +38,18 @@ from zeroshard.guard import Guard
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.layout import Layout, label_in, with_settings
 
-_BEGIN, _END = "backward()", "the end of backward()"
+_EXPLAIN = "rank {2} begins {0}, and rank {3} {1}: ranks must make the same calls on the same model".format
 _ADVICE = Advice(
     held="call zero_grad() before backward()",
-    used="",
     unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
     "no_sync(), and must not be; or a parameter was unfrozen after forward()",
 )
 
 
-@dataclass(frozen=True)
-class ShardingSettings:
-    """The size of a bucket in bytes, and whether ranks exchange the 2-norms of all gradients."""
-
-    bucket_bytes: int
-    norms: bool
-
-
 class ShardedGradients(GradSource):
     """Sends complete buckets to their owners, and keeps this rank's parts of gradients.
 
-    The hooks of the model call :meth:`arrive` and :meth:`end_of_task` in the thread that runs backward.
-
-    Attributes:
-        in_backward: whether a backward has begun to send its buckets, and was not ended yet.
-        accumulates: whether backward sends nothing, as under ``no_sync()``.
-        model_hooks: what calls this object, and would be freed without this reference.
-        announce_forward: announces in ``join()`` that buffers are broadcast, and returns the rank that sends them.
-        announce_backward: announces in ``join()`` that a backward begins, and returns a factor of its gradients.
+    The hooks of the model call :meth:`arrive` and :meth:`queue_end` in the thread that runs backward.
     """
 
     def __init__(
@@ -77,27 +59,38 @@ class ShardedGradients(GradSource):
         local: LocalOptimizer,
         layout: Layout,
         order: Callable[[], Sequence[int]],
-        settings: ShardingSettings,
+        *,
+        bucket_mb: float,
+        norms: bool,
     ) -> None:
         self._coordinator, self._guard, self._local = coordinator, guard, local
         with agreed(coordinator, "shard_gradients()") as proposal:
             first = order()
+            check_norms(norms)
+            if not bucket_mb > 0:
+                raise ValueError(f"bucket_mb={bucket_mb!r} is not a size: pass a number of MiB above 0")
             self._device = common_device(local.params, layout)
-            said = {"bucket_mb": settings.bucket_bytes / 2**20, "norms": settings.norms, "order": str([*first])}
+            said = {"bucket_mb": bucket_mb, "norms": norms, "order": str([*first])}
             proposal.set(with_settings(layout, said))
-        norms = GradNorms(coordinator, self._device, takes_norms=settings.norms, steps_early=False)
-        self.table = GradTable(norms, [Reduced.ZERO, Reduced.REDUCING, Reduced.REDUCED], _ADVICE)
+        known = GradNorms(coordinator, self._device, takes_norms=norms, steps_early=False)
+        self.table = GradTable(known, [Reduced.ZERO, Reduced.REDUCING, Reduced.REDUCED], _ADVICE)
         nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
         self.transport = choose_transport(coordinator, self._device, nbytes)
         uses_thread = self.transport.uses_thread
-        self._queue = ReductionQueue(coordinator.ranks.rank, self._device, uses_thread=uses_thread, open_works=0)
+        self._queue = ReductionQueue(coordinator.ranks.rank, self._device, uses_thread=uses_thread)
         self._transient = TransientBuffers(self._device, waits=uses_thread)
-        self.buckets = HeldBuckets(local, self.table, self.transport, first, settings.bucket_bytes)
-        self.in_backward = self.accumulates = False
+        self.buckets = HeldBuckets(local, self.table, self.transport, first, bucket_mb * 2**20)
+        self.in_backward = False
+        """Whether a backward has begun to send its buckets, and was not ended yet."""
+        self.accumulates = False
+        """Whether backward sends nothing, as under ``no_sync()``."""
         self._backwards = self._next = 0
         self.model_hooks: object = None
+        """What calls this object, and would be freed without this reference."""
         self.announce_forward: Callable[[], int] | None = None
+        """Announces in ``join()`` that buffers are broadcast, and returns the rank that sends them."""
         self.announce_backward: Callable[[], float] | None = None
+        """Announces in ``join()`` that a backward begins, and returns a factor of its gradients."""
         self._scale = 1.0
         self._arrivals: dict[int, None] = {}
         self._late: set[int] = set()
@@ -106,10 +99,7 @@ class ShardedGradients(GradSource):
         """The memory that peers may still read, until the next bucket is finished."""
         self._queued: set[int] = set()
         """The graph tasks of autograd at whose end a callback of this object is due."""
-        weak = weakref.ref(self)
-        local.hook_gradients = lambda: (
-            found.table.bound(found.states) if (found := weak()) is not None else nullcontext()
-        )
+        local.hook_gradients = weakref.WeakMethod(self._bound)
         self.lay_out(layout)
 
     @property
@@ -165,27 +155,21 @@ class ShardedGradients(GradSource):
             self._next += 1
             self._send(self.states[self._next - 1])
 
-    def _begin(self, refusal: Exception | None) -> None:
+    def _begin(self, refusal: str = "") -> None:
         """Agree with all ranks to begin a backward with the same buckets, or raise a rank's error. Collective."""
-        error: Exception | None = None
         with self._guard:
             self._scale = self.announce_backward() if self.announce_backward is not None else 1.0
-            try:
+            self._backwards += 1
+            with record_function("zeroshard::agree"), agreed(self._coordinator, "backward()", _EXPLAIN) as proposal:
                 self._guard.check_capture(self._local.params, self._plan)
-                if refusal is not None:
-                    raise refusal
+                if refusal:
+                    raise RuntimeError(refusal)
                 self.table.begin()
                 if self.table.left_out:
                     raise RuntimeError(self.table.left_out)
                 self.buckets.follow_params()
-            except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
-                error = raised
-            self._backwards += 1
-            said = f"backward number {self._backwards} {self.buckets}"
-            with record_function("zeroshard::agree"):
-                self._coordinator.agree(
-                    _BEGIN, zlib.crc32(said.encode()), error=error, detail=lambda: said, explain=_explain
-                )
+                said = f"backward number {self._backwards} {self.buckets}"
+                proposal.digest, proposal.detail = zlib.crc32(said.encode()), lambda: said
         self.release()
         self.in_backward, self._next, self._failure = True, 0, None
         self._late.clear()
@@ -199,7 +183,7 @@ class ShardedGradients(GradSource):
         """Send a bucket to its owners; ``again`` says that this adds what has come after it was sent."""
         if self._guard.broken is not None:
             return
-        with self._guard.breaking(), torch.no_grad():
+        with self._closing_after_error(), torch.no_grad():
             table, tensors = self.table, bucket.tensors
             kept = set(tensors) if again else {t for t in tensors if table.reduced(t) is Reduced.REDUCED}
             values = [self._checked(tensor) for tensor in tensors]
@@ -221,8 +205,7 @@ class ShardedGradients(GradSource):
                     if made is not None:
                         self._queue.keep(made)
                     work = bucket.reducer.begin(buffer)
-            finish = partial(self._finish_bucket, bucket, buffer, work, kept)
-            self._queue.add(finish, _Closing(work, partial(self._return, buffer, memory), self._give_up))
+            self._queue.add(partial(self._finish_bucket, bucket, buffer, memory, work, kept), None)
             ahead = bucket.index + IN_FLIGHT
             if not again and ahead < len(self.states):
                 self.states[ahead].reducer.expect()
@@ -238,74 +221,81 @@ class ShardedGradients(GradSource):
         self._failure = self._failure or ValueError(f"{label_in(self._plan, tensor)} has {why}")
         return None
 
-    def _finish_bucket(self, bucket: HeldBucket, buffer: torch.Tensor, work: BucketReduceWork, kept: set[int]) -> None:
-        try:
-            with torch.no_grad(), record_function(f"zeroshard::reduce bucket {bucket.index}"):
-                work.finish()
-                bucket.accept(buffer, kept)
-                self.table.norms.compute(bucket, self._queue.keep)
-        except BaseException as error:
-            self._give_up(error)
-            raise
+    def _finish_bucket(
+        self,
+        bucket: HeldBucket,
+        buffer: torch.Tensor,
+        memory: torch.Tensor | None,
+        work: BucketReduceWork,
+        kept: set[int],
+    ) -> None:
+        with self._closing_after_error(), torch.no_grad(), record_function(f"zeroshard::reduce bucket {bucket.index}"):
+            work.finish()
+            bucket.accept(buffer, kept)
+            self.table.norms.compute(bucket, self._queue.keep)
+            self._close(work, buffer, memory)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Refuse all further calls after an error of a reduction. The thread that runs backward may wait for room."""
-        self._guard.mark_broken(error)
-        self._transient.leave(None)
-
-    def _return(self, *used: torch.Tensor | None) -> None:
-        """Return the memory of a bucket that is finished and sent: the bucket, and what was lent for it."""
+    def _close(self, work: BucketReduceWork, *used: torch.Tensor | None) -> None:
+        """Wait until a bucket has been sent, and return its memory: the bucket, and what was lent for it."""
+        work.close()
         if self.transport.is_read_by_peers:
             # All ranks have finished the bucket before this one.
             used, self._read = self._read, used
         self._transient.leave(used[-1])
 
+    @contextmanager
+    def _closing_after_error(self) -> Iterator[None]:
+        """After any error in the block, refuse further calls, and let no rank and no thread wait for this bucket."""
+        try:
+            yield
+        except BaseException as error:
+            self._guard.mark_broken(error)
+            self._coordinator.ranks.close(error)
+            self._transient.leave(None)
+            raise
+
     def _end(self) -> None:
         """Send the buckets in which gradients are missing, and end the backward on all ranks. Collective."""
         try:
             with self._guard.breaking():
-                failure: Exception | None = None
-                try:
-                    while self._next < len(self.states):
-                        self._next += 1
-                        self._send(self.states[self._next - 1])
-                    self._queue.drain()
-                except Exception as raised:  # noqa: BLE001 - the agreement raises any error on every rank
-                    failure = raised
+                while self._next < len(self.states):
+                    self._next += 1
+                    self._send(self.states[self._next - 1])
+                self._queue.drain()
                 with record_function("zeroshard::agree"):
-                    computed = self._agree_to_end(failure or self._failure)
+                    computed = self._agree_to_end()
                 for bucket, of_bucket in zip(self.states, computed, strict=True):
                     self.table.record_reduced(bucket, of_bucket)
                 with record_function("zeroshard::norms"):
                     self.table.norms.exchange()
                 if not self.buckets.is_ordered:
                     arrived = [*dict.fromkeys([*self._arrivals, *self.buckets.of_tensor])]
-                    self.buckets.use_order(self._coordinator.gather_ints(arrived, _END)[0] if arrived else [])
+                    self.buckets.use_order(self._coordinator.gather_ints(arrived, END)[0] if arrived else [])
         finally:
             self.in_backward, self._read = False, (None,)
             self._transient.clear()
 
-    def _agree_to_end(self, failure: Exception | None) -> list[Sequence[bool]]:
+    def _agree_to_end(self) -> list[tuple[bool, ...]]:
         """Return for each bucket which gradients any rank has. Send again what came late on any rank. Collective."""
         coordinator, buckets = self._coordinator, self.states
-        is_unusual = bool(self._late) or not all(all(bucket.present) for bucket in buckets)
-        if not coordinator.agree(_END, self._backwards, error=failure, flag=is_unusual):
-            return [bucket.present for bucket in buckets]
-        here = [*chain.from_iterable(bucket.present for bucket in buckets)]
-        bits = iter(coordinator.any_of([*here, *(bucket.index in self._late for bucket in buckets)], _END))
-        computed: list[Sequence[bool]] = [[next(bits) for _ in bucket.present] for bucket in buckets]
-        late = [bucket for bucket in buckets if next(bits)]
-        for bucket in late:
-            self._send(bucket, again=True)
-        if late:
+        computed = [bucket.present for bucket in buckets]
+        is_unusual = bool(self._late) or not all(map(all, computed))
+        if not coordinator.agree(END, self._backwards, error=self._failure, flag=is_unusual):
+            return computed
+        is_late = tuple([bucket.index in self._late for bucket in buckets])
+        *computed, is_late = on_any_rank(coordinator, [*computed, is_late])
+        if any(is_late):
+            for bucket, is_again in zip(buckets, is_late, strict=True):
+                if is_again:
+                    self._send(bucket, again=True)
             self._queue.drain()
-            coordinator.agree(_END, self._backwards)
+            coordinator.agree(END, self._backwards)
         return computed
 
     def send_zeros(self) -> None:
         """Take part in a backward of other ranks, without gradients. Collective."""
         with torch.no_grad():
-            self._begin(None)
+            self._begin()
             self._end()
 
     def queue_end(self) -> None:
@@ -365,40 +355,16 @@ class ShardedGradients(GradSource):
         )
 
 
-@dataclass(frozen=True)
-class _Closing(BucketReduceWork):
-    """Closes a reduction, and then returns the memory of its bucket."""
-
-    work: BucketReduceWork
-    then: Callable[[], None]
-    give_up: Callable[[BaseException], None]
-
-    def finish(self) -> None:
-        self.work.finish()
-
-    def close(self) -> None:
-        try:
-            self.work.close()
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        self.then()
-
-
-def _unsupported() -> RuntimeError | None:
-    """Return the error for a kind of backward that cannot be followed, in a hook of a gradient."""
+def _unsupported() -> str:
+    """Return why a kind of backward cannot be followed, in a hook of a gradient; empty if it can."""
     if torch.is_grad_enabled():
-        return RuntimeError(
+        return (
             "backward(create_graph=True) is not supported with sharded gradients: compute the first gradients by "
             "torch.autograd.grad(..., create_graph=True), and call backward() on the sum"
         )
     if in_compiled_backward():
-        return RuntimeError(
+        return (
             "compiled autograd is not supported with sharded gradients: it calls nothing at the end of backward. "
             "Compile the model or its blocks, and leave torch._dynamo.config.compiled_autograd off"
         )
-    return None
-
-
-def _explain(here: str, there: str, rank: int, other: int) -> str:
-    return f"rank {rank} begins {here}, and rank {other} {there}: ranks must make the same calls on the same model"
+    return ""

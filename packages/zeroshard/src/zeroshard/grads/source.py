@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
+from zeroshard_comm import Coordinator
 
 from zeroshard.grads.bucket import OwnedGradients
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.table import GradTable
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import Layout
+
+END = "the end of backward()"
 
 
 class StepMode(Enum):
@@ -29,14 +34,11 @@ class GradSource(ABC):
 
     There are two: communication hooks of DistributedDataParallel, which owns the memory of its buckets, and
     :func:`zeroshard.shard_gradients`, which keeps this rank's parts alone.
-
-    Attributes:
-        table: the states of the gradients.
-        early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
     """
 
     table: GradTable
     early_steps: EarlySteps | None = None
+    """Checks calls of ``step()`` if shards are stepped during backward; else None."""
 
     @property
     @abstractmethod
@@ -47,6 +49,10 @@ class GradSource(ABC):
     def transient_bytes(self) -> int | None:
         """Bytes of buckets on their way, at most, if a rank keeps its parts of gradients alone; else None."""
         return None
+
+    def _bound(self) -> AbstractContextManager[None]:
+        """Set the gradients of this rank's shards to the reduced ones, in the block."""
+        return self.table.bound(self.states)
 
     @abstractmethod
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -99,3 +105,15 @@ class GradSource(ABC):
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
         """Step and broadcast what backward has not stepped."""
         raise NotImplementedError
+
+
+def check_norms(norms: bool) -> None:
+    """Raise a ValueError if an argument ``norms`` is not a bool."""
+    if not isinstance(norms, bool):
+        raise ValueError(f"norms={norms!r} is not supported: pass True for the 2-norms of all gradients, or False")
+
+
+def on_any_rank(coordinator: Coordinator, bits: Sequence[Sequence[bool]]) -> list[tuple[bool, ...]]:
+    """Return for each bit of each row whether any rank has set it. Collective, after ranks have agreed on END."""
+    combined = iter(coordinator.any_of([*chain.from_iterable(bits)], END))
+    return [tuple([next(combined) for _ in row]) for row in bits]

@@ -52,9 +52,9 @@ class ReductionQueue:
     ranks finish reductions in the same order, whatever has arrived, and on an accelerator they run on a side stream.
     """
 
-    def __init__(self, rank: int, device: torch.device, *, uses_thread: bool, open_works: int | None = None) -> None:
+    def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
         # The next reduction needs the memory of earlier packed messages.
-        self._open = (2 if uses_thread else None) if open_works is None else open_works
+        self._open = 2 if uses_thread else None
         self._name, self._uses_thread, self._side = f"zeroshard rank {rank}", uses_thread, SideStream(device)
         self._begun: deque[tuple[Callable[[], None], BucketReduceWork | None]] = deque()
         self._finished: deque[BucketReduceWork] = deque()

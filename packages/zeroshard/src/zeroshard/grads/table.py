@@ -35,17 +35,14 @@ _ABSENT, _ZERO, _REDUCING, _REDUCED, _USED = Reduced
 
 @dataclass(frozen=True)
 class Advice:
-    """The ends of messages that depend on where gradients come from.
-
-    Attributes:
-        held: what to do where nothing can be added to a reduced gradient.
-        used: what else to do where the gradient of the last step is still there; empty if there is nothing else.
-        unreduced: why a gradient may have values of one rank alone, and what to do.
-    """
+    """The ends of messages that depend on where gradients come from."""
 
     held: str
-    used: str
+    """What to do where nothing can be added to a reduced gradient."""
     unreduced: str
+    """Why a gradient may have values of one rank alone, and what to do."""
+    used: str = ""
+    """What else to do where the gradient of the last step is still there."""
 
 
 class GradTable:
@@ -53,11 +50,6 @@ class GradTable:
 
     Autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or whose state is
     among ``addable``; adding to another one raises. The pair (USED, local) cannot occur.
-
-    Args:
-        norms: the norms of all gradients.
-        addable: the states in which a placeholder accepts values of this rank, which the next backward reduces.
-        advice: ends of messages.
     """
 
     def __init__(self, norms: GradNorms, addable: Collection[Reduced], advice: Advice) -> None:
@@ -263,8 +255,8 @@ class GradTable:
                 f"{self._advice.held}"
             )
         else:
-            advice = self._advice.used
-            why = f"still has the gradient of the last step: call optimizer.zero_grad() before backward(){advice}"
+            used = self._advice.used
+            why = f"still has the gradient of the last step: call optimizer.zero_grad() before backward(){used}"
         return f"{label_in(self._plan, tensor)} {why}"
 
     def unreduced(self, tensor: int) -> RuntimeError:

@@ -39,13 +39,11 @@ class LocalOptimizer:
     :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
 
     Attributes:
-        members: the inner optimizers, in the order in which their classes appear in the param groups.
-        classes, assignment: for each param group, its class, and the index of its inner optimizer.
+        members: the inner optimizers, in the order of their classes in the param groups.
         local_groups: for each param group, its ``"params"`` and ``"param_names"`` on this rank.
-        groups, params, plan: the public param groups, all parameters by tensor index, and the plan in use.
         shards: this rank's shards by tensor index, ascending; the dict is replaced, never changed in place.
         extra, masters: the state that this package adds to the class's, and the master weights among it.
-        hook_gradients: returns a context in which shards have the gradients that a communication hook has reduced.
+        hook_gradients: a weak reference to a function that returns a context in which shards have reduced gradients.
     """
 
     def __init__(self, policy: Policy, groups: list[ParamGroup], plan: Plan, rank: int) -> None:
@@ -55,7 +53,7 @@ class LocalOptimizer:
             self.extra.add(self.masters)
         self.shards: dict[int, LocalShard] = {}
         self._is_detached, self._depth = False, 0
-        self.hook_gradients: Callable[[], AbstractContextManager[None]] | None = None
+        self.hook_gradients: Callable[[], Callable[[], AbstractContextManager[None]] | None] | None = None
         self._checked: list[int] = []
         self.shown_methods: set[str] = set()
         self._copied: dict[torch.Tensor, dict[str, Any]] = {}
@@ -291,7 +289,9 @@ class LocalOptimizer:
             self._copied[shard.tensor] = dict(attributes)
 
     def _bound_gradients(self) -> AbstractContextManager[None]:
-        return bound_gradients(self._detached) if self.hook_gradients is None else self.hook_gradients()
+        if self.hook_gradients is None:
+            return bound_gradients(self._detached)
+        return (self.hook_gradients() or nullcontext)()
 
     def keeping_extra(self, shards: Collection[LocalShard]) -> AbstractContextManager[None]:
         """Return a context for a step of some shards, which keeps their extra entries up to date."""

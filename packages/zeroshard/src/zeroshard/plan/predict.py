@@ -128,7 +128,7 @@ class Planner:
         buckets = _ddp_buckets(plan, order)
         if shards_gradients:
             trained = [index for index in order if plan.tensors[index].trainable]
-            buckets = split_into_buckets(trained, plan.tensors, max(1, int(bucket_mb * 2**20)))
+            buckets = split_into_buckets(trained, plan.tensors, bucket_mb * 2**20)
         whole, *rows = [self._row(plan, bucket, reduces=reduces) for bucket in ([*chain(*buckets)], *buckets)]
         # A step gathers all buckets at once.
         turns, kept, transient = [whole], 0, None
