@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from zeroshard_comm import Coordinator, DisagreementError, agreed
@@ -23,12 +22,8 @@ from zeroshard.join import Call, JoinCall, JoinRound, JoinState, exchange_calls,
 class ShardingJoin:
     """Holds the state of a ``join()`` block on one rank, for the thread that trains."""
 
-    def __init__(
-        self, coordinator: Coordinator, source: ShardedGradients, hooks: ModelHooks, state: JoinState, params: list[Any]
-    ) -> None:
-        self._coordinator, self._source, self._hooks, self._state, self._params = (
-            coordinator, source, hooks, state, params,
-        )  # fmt: skip
+    def __init__(self, coordinator: Coordinator, source: ShardedGradients, hooks: ModelHooks, state: JoinState) -> None:
+        self._coordinator, self._source, self._hooks, self._state = coordinator, source, hooks, state
         self._round = JoinRound(JoinCall(Call.NOTIFY), tuple(range(coordinator.ranks.world_size)))
         self._throws = self._has_run_out = self._is_reported = False
 
@@ -90,9 +85,9 @@ class ShardingJoin:
 
     def _exchange_gradients(self, sources: Sequence[int], receivers: Sequence[int]) -> None:
         """Repeat on ranks without data what the loop of the others has done to gradients. Collective."""
-        rank, table = self._coordinator.ranks.rank, self._source.table
+        rank, table, params = self._coordinator.ranks.rank, self._source.table, self._source.params
         if rank == sources[0]:
-            grads = [*enumerate([param.grad for param in self._params])]
+            grads = [*enumerate([param.grad for param in params])]
             absent = [tensor for tensor, grad in grads if grad is None]
             reduced = [tensor for tensor, grad in grads if type(grad) is GradPlaceholder]
             zero = [tensor for tensor in reduced if table.reduced(tensor) is Reduced.ZERO]
@@ -102,19 +97,19 @@ class ShardingJoin:
             absent, zero, log = receive_value(self._coordinator, sources[0])
             assert table.norms.log is not None
             for name, tensor, *arguments in log[len(table.norms.log) :]:
-                param = self._params[tensor]
-                moved = [each.to(param.device) if isinstance(each, torch.Tensor) else each for each in arguments]
-                _REPEAT[name](param.grad, *moved)
+                device = params[tensor].device
+                moved = [each.to(device) if isinstance(each, torch.Tensor) else each for each in arguments]
+                _REPEAT[name](params[tensor].grad, *moved)
             for tensor in zero:
-                self._params[tensor].grad.zero_()
+                torch.Tensor.zero_(params[tensor].grad)
             for tensor in absent:
-                self._params[tensor].grad = None
+                params[tensor].grad = None
 
     def _shadow_others(self) -> None:
         """Make the calls of ranks that still have data until none has; raise what they raise. Collective."""
         self._source.end_last()
         error = None
-        if any(self._source.table.local(tensor) is not None for tensor in range(len(self._params))):
+        if any(self._source.table.local(tensor) is not None for tensor in range(len(self._source.params))):
             error = RuntimeError(
                 "this rank has run out of data with gradients that no backward has reduced: leave the loop after a "
                 "backward outside of no_sync()"

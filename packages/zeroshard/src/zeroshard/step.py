@@ -114,12 +114,8 @@ class Stepper:
         """Make a step, and return the result of the inner one. Collective.
 
         Every rank raises the error of any rank, also one that it passes as ``error`` because it has occurred before.
-        Replicas are equal then, except parameters that a rank has converted or exchanged.
-
-        Args:
-            arguments: keyword arguments of the inner step.
-            error: an error of this rank before the step.
-            seen: the result of :meth:`look` when the backward began that may have stepped some buckets.
+        Replicas are equal then, except parameters that a rank has converted or exchanged. ``seen`` is the result of
+        :meth:`look` when the backward began that may have stepped some buckets.
         """
         with self.guard:
             return self._apply(arguments, error, seen or self.look(), by_bucket=seen is not None)

@@ -49,14 +49,8 @@ class Bucket:
 class OwnedGradients(ABC):
     """Hands the gradients of this rank's shards of a bucket to the local optimizer. Call :meth:`lay_out` first.
 
-    Where the values lie is for subclasses to say.
-
-    Attributes:
-        index: the number of the bucket; buckets have the same order on every rank.
-        tensors, params: the parameters of the bucket, by tensor index and themselves.
-        offsets, length: the first element of each gradient in the bucket, and the number of elements.
-        owned_tensors: the tensors that the local optimizer steps for the parameters that this rank owns.
-        owned_params: those among them that are parameters themselves.
+    Buckets have the same ``index`` on every rank. ``offsets`` and ``length`` count elements in the bucket. Subclasses
+    know where the values lie.
     """
 
     def __init__(
@@ -67,7 +61,9 @@ class OwnedGradients(ABC):
         self._strides = [param.stride() for param in params]
         self._owned: dict[int, LocalShard] = {}
         self.owned_tensors: list[torch.Tensor] = []
+        """The tensors that the local optimizer steps for the parameters that this rank owns."""
         self.owned_params: list[torch.Tensor] = []
+        """Among these, the tensors that are parameters themselves."""
 
     def lay_out(self, local: LocalOptimizer) -> None:
         """Use the present shards of this rank."""
@@ -130,6 +126,6 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
         if params[index].device != device:
             raise ValueError(
                 f"{label_in(layout.plan, index)} is on {params[index].device}, and {label_in(layout.plan, active[0])} "
-                f"on {device}: a communication hook exchanges parameters of one device. Move them, or use no hook"
+                f"on {device}: a hook or shard_gradients() exchanges parameters of one device. Move them, or use none"
             )
     return device

@@ -15,10 +15,7 @@ class TransientBuffers:
 
     The thread that runs backward calls :meth:`enter`, then :meth:`lend` unless a bucket has memory of its own; the
     thread that finishes reductions calls :meth:`leave` for each :meth:`enter`, when the bucket is no longer read.
-
-    Args:
-        device: the device of the buckets.
-        waits: whether another thread calls :meth:`leave`. If not, the caller leaves before it enters too often.
+    If that is no other thread, nothing ``waits``, and the caller leaves before it enters too often.
     """
 
     def __init__(self, device: torch.device, *, waits: bool) -> None:
