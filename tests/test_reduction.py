@@ -99,6 +99,16 @@ def test_a_window_holds_no_more_than_its_limit(rank: int) -> None:
     assert len(window._free.get(CHUNK_BYTES, ())) <= 2
 
 
+@pytest.mark.ranks(4, backend="gloo")
+def test_every_owner_may_have_less_room_than_there_are_peers(rank: int, world_size: int) -> None:
+    numel = 3 * CHUNK_BYTES // 8
+    runs = [Run(owner, owner * numel, (owner + 1) * numel) for owner in range(4)]
+    values = values_of(rank, 4 * numel)
+    bucket = reduced(runs, values)
+    own = slice(rank * numel, (rank + 1) * numel)
+    assert torch.equal(bucket[own], mean(world_size, 4 * numel)[own])
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_window_keeps_no_more_memory_than_its_limit(rank: int) -> None:
     ranks = RankGroup.of()

@@ -61,8 +61,9 @@ class MessageReducer(GradientReducer):
 
         Call it early: gloo tells the sender of a posted receive only after all data that this rank is sending it.
         """
+        # In the order in which they are waited for: the window may have room for fewer than all.
         self._expected = [
-            {peer: Receive(peer, message.nbytes) for peer in self.ranks.peers}
+            {peer: Receive(peer, message.nbytes) for peer in sorted(self.ranks.peers)}
             for message in self._messages[self.ranks.rank]
         ]
         self.window.extend([receive for receives in self._expected for receive in receives.values()])
