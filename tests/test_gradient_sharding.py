@@ -122,7 +122,8 @@ def test_remove_leaves_a_plain_model(rank: int) -> None:
     hooks = _hooks(training.plain)
     training.iterate()
     Rank(training.model, training.call, rank, 7).loss().backward()
-    training.sharding.remove()
+    with pytest.raises(RuntimeError, match="waits for step\\(\\), and remove\\(\\) has dropped it"):
+        training.sharding.remove()
     assert _hooks(training.model) == hooks
     assert all(param.grad is None for param in training.model.parameters())
     before = training.optimizer.traffic.total()

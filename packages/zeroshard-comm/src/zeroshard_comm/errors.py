@@ -99,7 +99,10 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
 
 
 def _uneven(operation: str) -> str:
-    advice = " With uneven data use zeroshard_integrations.join.Join([ddp, optimizer]), and not ddp.join()."
+    advice = (
+        " With uneven data use zeroshard_integrations.join.Join([ddp, optimizer]), and not ddp.join(); "
+        "or the join() of shard_gradients()."
+    )
     return advice if operation == "step()" else ""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -22,9 +23,10 @@ USED: Mapping[str, str] = {
     "torch._foreach_copy_": "the same",
     "torch._foreach_add_": "the same",
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
-    "torch._C._current_graph_task_id": "whether this thread is in a backward, and in which",
-    "torch._C._current_autograd_node": "whether a backward that ends is nested in another one; whether it is compiled",
+    "torch._C._current_graph_task_id": "whether this thread is in a backward",
+    "torch._C._current_autograd_node": "in which node of another backward one is nested; whether it is compiled",
     "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward",
+    "torch.autograd._unsafe_preserve_version_counter": "buffers are broadcast between a forward and its backward",
     "torch._C._storage_Use_Count": "whether the memory of a gradient has another user than its tensor",
     "torch.distributed._broadcast_coalesced": "buffers in as few broadcasts as DistributedDataParallel makes",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "whether a model is called in one",
@@ -62,7 +64,7 @@ disable_dynamo: Callable[[F], F] = vars(torch)["_disable_dynamo"]
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 step_pre_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_post_hooks")
-graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 broadcast_coalesced: Callable[[dist.ProcessGroup, list[torch.Tensor], int, int], None] = vars(dist)[
     "_broadcast_coalesced"
@@ -89,14 +91,15 @@ def in_autograd() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def in_nested_task() -> bool:
-    """Return True in a callback at the end of a backward if that was called within another backward."""
-    return torch._C._current_autograd_node() is not None
-
-
 def in_compiled_backward() -> bool:
     """Return True in a hook of a gradient that compiled autograd calls: no node of the graph runs then."""
     return torch._C._current_autograd_node() is None
+
+
+def keep_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which writes to tensors are not seen by autograd, which may have saved them."""
+    context: AbstractContextManager[None] = vars(torch.autograd)["_unsafe_preserve_version_counter"](tuple(tensors))
+    return context
 
 
 def storage_users(tensor: torch.Tensor) -> int:

@@ -173,16 +173,22 @@ class Engine:
         return made
 
     def shard(
-        self, names: Mapping[torch.Tensor, str], order: Callable[[], Sequence[int]], *, bucket_mb: float, norms: bool
+        self,
+        names: Mapping[torch.Tensor, str],
+        prepare: Callable[[], tuple[Sequence[int], Mapping[str, object]]],
+        *,
+        bucket_mb: float,
+        norms: bool,
     ) -> ShardedGradients:
         """Keep only this rank's parts of gradients from now on. Collective.
 
-        ``order`` returns the tensors in the order in which they are sent at first, after it has checked the arguments.
+        ``prepare`` checks the arguments. It returns the tensors in the order in which they are sent at first, and
+        settings that must be equal on all ranks.
         """
         with self._reducing(names):
             layout = self.layouts.layout
             made = ShardedGradients(
-                self.coordinator, self.guard, self.local, layout, order, bucket_mb=bucket_mb, norms=norms
+                self.coordinator, self.guard, self.local, layout, prepare, bucket_mb=bucket_mb, norms=norms
             )
             self._use_source(made)
         return made

@@ -71,10 +71,16 @@ class GradientSharding:
         """Remove all hooks from the model, and its reduced gradients. Call it on every rank; it sends nothing.
 
         Raises:
-            RuntimeError: if an exception has left the last backward; the hooks are removed all the same.
+            RuntimeError: if gradients wait for a step, which are dropped, or an exception has left the last backward.
+                The hooks are removed all the same.
         """
         try:
             self._source.end_last()
+            if waiting := self._source.table.waiting():
+                raise RuntimeError(
+                    f"the gradient of {waiting} waits for step(), and remove() has dropped it: call step() or "
+                    f"zero_grad() before remove()"
+                )
         finally:
             self._hooks.remove()
             for param in self._source.params:
@@ -143,13 +149,16 @@ def shard_gradients(
     engine = optimizer._engine
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
 
-    def order() -> Sequence[int]:
+    def prepare() -> tuple[Sequence[int], Mapping[str, object]]:
         _check(model, names, optimizer)
         index_of = {param: index for index, param in enumerate(engine.local.params)}
-        return [index_of[param] for param in reversed(names) if param in index_of]
+        fixed = [(name, param) for param, name in names.items() if param not in index_of] + [*model.named_buffers()]
+        texts = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in fixed]
+        settings = {"broadcast_buffers": bool(broadcast_buffers), "frozen parameters and buffers": ", ".join(texts)}
+        return [index_of[param] for param in reversed(names) if param in index_of], settings
 
     with engine.collective():
-        source = engine.shard(names, order, bucket_mb=bucket_mb, norms=norms)
+        source = engine.shard(names, prepare, bucket_mb=bucket_mb, norms=norms)
         ranks, guard = engine.coordinator.ranks, engine.guard
         hooks = ModelHooks(model, source, ranks, guard, broadcast_buffers=broadcast_buffers)
     source.model_hooks = hooks
@@ -190,6 +199,9 @@ def _check(model: nn.Module, names: Mapping[torch.Tensor, str], optimizer: ZeroR
                 f"the model does not have {engine.layouts.layout.plan.tensors[index].name!r}, which the optimizer has: "
                 f"pass the model that has all of its parameters"
             )
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided or 0 in buffer.stride():
+            raise ValueError(f"the buffer {name!r} is sparse or expanded, and cannot be broadcast: use a dense copy")
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be sharded: use sparse=False")

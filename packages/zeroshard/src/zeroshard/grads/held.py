@@ -17,7 +17,6 @@ from zeroshard.grads.table import GradTable
 from zeroshard.grads.transient import TransientBuffers
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.plan.groups import active_mask
-from zeroshard.plan.layout import label_in
 
 
 class HeldBucket(OwnedGradients):
@@ -82,11 +81,20 @@ class HeldBucket(OwnedGradients):
             offset += shard.shard.numel
         return flat
 
+    def is_own(self, kept: Collection[int]) -> bool:
+        """Return True if a bucket is one whole gradient that this rank owns, and not among ``kept`` tensors."""
+        owned = [shard.shard.numel for shard in self._owned.values()]
+        return len(self.tensors) == 1 and self.tensors[0] not in kept and owned == [self.length]
+
     def accept(self, buffer: torch.Tensor, kept: Collection[int]) -> None:
-        """Copy this rank's means out of a reduced bucket, or add them to what ``kept`` tensors have already."""
+        """Copy this rank's means out of a reduced bucket, or add them to what ``kept`` tensors have already.
+
+        Without memory of :meth:`reserve`, they stay where they are.
+        """
         arrived = self._views_in(partial(self.reducer.owned, buffer))
-        copied = [tensor for tensor in arrived if tensor not in kept]
+        copied = [tensor for tensor in arrived if tensor not in kept and tensor in self._held]
         added = [tensor for tensor in arrived if tensor in kept]
+        self._held.update({tensor: arrived[tensor] for tensor in arrived if tensor not in self._held})
         if copied:
             foreach_copy_([self._held[tensor] for tensor in copied], [arrived[tensor] for tensor in copied])
         if added:
@@ -156,11 +164,10 @@ class HeldBuckets:
         trained = active_mask(self._local.params)
         if trained == self._trained:
             return
-        waiting = [tensor for tensor in range(len(trained)) if self._table.reduced(tensor) is Reduced.REDUCED]
-        if waiting:
+        if waiting := self._table.waiting():
             raise RuntimeError(
-                f"parameters were frozen or unfrozen while the gradient of {label_in(self._plan, waiting[0])} waits "
-                f"for step(): call step() or zero_grad() first"
+                f"parameters were frozen or unfrozen while the gradient of {waiting} waits for step(): call step() or "
+                f"zero_grad() first"
             )
         self.lay_out(self._plan)
 
@@ -206,4 +213,5 @@ def split_into_buckets(
 def _is_alone(gradient: torch.Tensor, param: torch.Tensor) -> bool:
     """Return True if a gradient has memory of its own, laid out as its parameter, which autograd may share."""
     is_whole = gradient.stride() == param.stride() and gradient.untyped_storage().nbytes() == gradient.nbytes
-    return is_whole and storage_users(gradient) <= 2
+    # Memory that torch has not allocated is in use elsewhere, as of an array.
+    return is_whole and storage_users(gradient) <= 2 and gradient.untyped_storage().resizable()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, peer_lost
 
-from zeroshard._torch_private import broadcast_coalesced, disable_dynamo, in_autograd, is_in_ddp
+from zeroshard._torch_private import broadcast_coalesced, disable_dynamo, in_autograd, is_in_ddp, keep_versions
 from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.guard import Guard
 
@@ -42,7 +42,6 @@ class ModelHooks:
         self._hooked: set[torch.Tensor] = set()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(_Hook(weakref.WeakMethod(self.before_forward))),
-            model.register_forward_hook(_Hook(weakref.WeakMethod(self.after_forward))),
         ]
         self._hook_params()
         self.broadcast_all(0)
@@ -80,7 +79,9 @@ class ModelHooks:
         if not tensors or self._ranks.world_size == 1:
             return
         try:
-            broadcast_coalesced(self._ranks.group, [tensor.detach() for tensor in tensors], _BROADCAST_BYTES, source)
+            with keep_versions(tensors):
+                detached = [tensor.detach() for tensor in tensors]
+                broadcast_coalesced(self._ranks.group, detached, _BROADCAST_BYTES, source)
         except RuntimeError as failure:
             lost = peer_lost(failure, None, self._ranks.rank, "forward()")
             self._guard.mark_broken(lost)
@@ -125,17 +126,6 @@ class ModelHooks:
             )
         return False
 
-    @disable_dynamo
-    def after_forward(self, _module: object, _arguments: object, output: object) -> None:
-        """Let the backward of an output end when autograd has finished all of it."""
-        if not torch.is_grad_enabled() or in_autograd():
-            return
-        begun = partial(_backward_begun, self._source)
-        for tensor in _tensors_in(output):
-            # A leaf, such as a parameter, would keep the hooks of all forwards.
-            if tensor.grad_fn is not None:
-                tensor.register_hook(begun)
-
 
 class _Hook:
     """Calls a method of the hooks of one model. Copies and pickles of the model have a hook that does nothing."""
@@ -166,18 +156,3 @@ def _alive(source: Callable[[], ShardedGradients | None]) -> ShardedGradients:
 
 def _arrived(source: weakref.ref[ShardedGradients], tensor: int, _: torch.Tensor) -> None:
     _alive(source).arrive(tensor)
-
-
-def _backward_begun(source: weakref.ref[ShardedGradients], _: torch.Tensor) -> None:
-    _alive(source).queue_end()
-
-
-def _tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an output of a module: itself, or in containers and dataclasses. Reads no iterator."""
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    parts: Any = vars(output) if hasattr(output, "__dataclass_fields__") else output
-    parts = [*parts.values()] if isinstance(parts, Mapping) else parts
-    for part in parts if isinstance(parts, (list, tuple, set)) else ():
-        yield from _tensors_in(part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
@@ -19,11 +19,10 @@ from torch.profiler import record_function
 from zeroshard_comm import BucketReduceWork, Coordinator, agreed, choose_transport
 
 from zeroshard._torch_private import (
+    current_node,
     disable_dynamo,
-    graph_task_id,
     in_autograd,
     in_compiled_backward,
-    in_nested_task,
     queue_callback,
 )
 from zeroshard.grads.bucket import common_device
@@ -49,7 +48,7 @@ _ADVICE = Advice(
 class ShardedGradients(GradSource):
     """Sends complete buckets to their owners, and keeps this rank's parts of gradients.
 
-    The hooks of the model call :meth:`arrive` and :meth:`queue_end` in the thread that runs backward.
+    The hooks of the model call :meth:`arrive` in the thread that runs backward.
     """
 
     def __init__(
@@ -58,19 +57,19 @@ class ShardedGradients(GradSource):
         guard: Guard,
         local: LocalOptimizer,
         layout: Layout,
-        order: Callable[[], Sequence[int]],
+        prepare: Callable[[], tuple[Sequence[int], Mapping[str, object]]],
         *,
         bucket_mb: float,
         norms: bool,
     ) -> None:
         self._coordinator, self._guard, self._local = coordinator, guard, local
         with agreed(coordinator, "shard_gradients()") as proposal:
-            first = order()
+            first, settings = prepare()
             check_norms(norms)
             if not bucket_mb > 0:
                 raise ValueError(f"bucket_mb={bucket_mb!r} is not a size: pass a number of MiB above 0")
             self._device = common_device(local.params, layout)
-            said = {"bucket_mb": bucket_mb, "norms": norms, "order": str([*first])}
+            said = {"bucket_mb": bucket_mb, "norms": norms, "order": str([*first]), **settings}
             proposal.set(with_settings(layout, said))
         known = GradNorms(coordinator, self._device, takes_norms=norms, steps_early=False)
         self.table = GradTable(known, [Reduced.ZERO, Reduced.REDUCING, Reduced.REDUCED], _ADVICE)
@@ -97,8 +96,6 @@ class ShardedGradients(GradSource):
         self._failure: Exception | None = None
         self._read: tuple[torch.Tensor | None, ...] = (None,)
         """The memory that peers may still read, until the next bucket is finished."""
-        self._queued: set[int] = set()
-        """The graph tasks of autograd at whose end a callback of this object is due."""
         local.hook_gradients = weakref.WeakMethod(self._bound)
         self.lay_out(layout)
 
@@ -140,8 +137,7 @@ class ShardedGradients(GradSource):
             return
         if not self.in_backward:
             self._begin(_unsupported())
-        if not self._queued:
-            self.queue_end()
+            self._queue_end()
         bucket = self.buckets.of_tensor.get(tensor)
         if bucket is None:
             return
@@ -169,6 +165,8 @@ class ShardedGradients(GradSource):
                     raise RuntimeError(self.table.left_out)
                 self.buckets.follow_params()
                 said = f"backward number {self._backwards} {self.buckets}"
+                if checksum := self.table.norms.checksum:
+                    said += f", and the checksum of what was done to gradients before it is {checksum}"
                 proposal.digest, proposal.detail = zlib.crc32(said.encode()), lambda: said
         self.release()
         self.in_backward, self._next, self._failure = True, 0, None
@@ -200,7 +198,8 @@ class ShardedGradients(GradSource):
                     buffer.mul_(self._scale)
                 table.launch(tensors)
                 table.replace(tensors)
-                made = bucket.reserve(kept)
+                # A gradient of autograd's own memory stays there, on the rank that owns all of it.
+                made = None if memory is None and bucket.is_own(kept) else bucket.reserve(kept)
                 with self._queue.beside(buffer):
                     if made is not None:
                         self._queue.keep(made)
@@ -262,6 +261,8 @@ class ShardedGradients(GradSource):
                     self._next += 1
                     self._send(self.states[self._next - 1])
                 self._queue.drain()
+                for bucket in self.states:
+                    self._failure = self._failure or self.table.lost_in_backward(bucket.tensors, bucket.present)
                 with record_function("zeroshard::agree"):
                     computed = self._agree_to_end()
                 for bucket, of_bucket in zip(self.states, computed, strict=True):
@@ -298,32 +299,33 @@ class ShardedGradients(GradSource):
             self._begin()
             self._end()
 
-    def queue_end(self) -> None:
-        """Let the graph task that runs now end the backward. Autograd calls this in a backward of the model."""
-        task = graph_task_id()
-        if task not in self._queued and not self.accumulates:
-            self._queued.add(task)
-            ended = weakref.WeakMethod(self._end_task)
-            queue_callback(lambda: call(task) if (call := ended()) is not None else None)
+    def _queue_end(self) -> None:
+        """Let the end of the graph task that runs now call :meth:`_end_task`."""
+        ended = weakref.WeakMethod(self._end_task)
+        queue_callback(lambda: call() if (call := ended()) is not None else None)
 
     @disable_dynamo
-    def _end_task(self, task: int) -> None:
-        self._queued.discard(task)
-        # A task that is nested in another one, as of a reentrant checkpoint, ends nothing. If no other follows, the
-        # next forward or step does.
-        if self.in_backward and not self._queued and not in_nested_task():
+    def _end_task(self) -> None:
+        """End the backward with its outermost graph task. A reentrant checkpoint runs others within its node."""
+        node = current_node()
+        if node is None and self.in_backward:
             self._end()
+        elif node is not None:
+            again = weakref.WeakMethod(self._queue_end)
+
+            def queue(*_: object) -> None:
+                handle.remove()
+                if (call := again()) is not None:
+                    call()
+
+            handle = node.register_hook(queue)
 
     def end_last(self) -> None:
-        """End a backward that no callback has ended; if an error has left it, raise a RuntimeError on every rank."""
+        """Raise a RuntimeError on every rank if an error has left the last backward."""
         if in_autograd():
             return
         self._guard.check_broken()
-        is_interrupted = bool(self._queued)
-        self._queued.clear()
-        if self.in_backward and not is_interrupted:
-            self._end()
-        elif self.in_backward:
+        if self.in_backward:
             error = RuntimeError(
                 f"the last backward did not come to its end on rank {self._coordinator.ranks.rank}: an exception has "
                 f"left it. Start again from a checkpoint"
@@ -337,6 +339,11 @@ class ShardedGradients(GradSource):
     def prepare_step(self) -> None:
         """Determine which gradients the next step uses; raise a RuntimeError if a gradient was never reduced."""
         self.end_last()
+        if self.in_backward:
+            raise RuntimeError(
+                "step() or clip_grad_norm_() was called inside of backward(), as in a hook, while gradients are on "
+                "their way: call it after backward()"
+            )
         self.table.refresh()
         for tensor in self.buckets.untrained:
             if self._local.params[tensor].grad is not None:

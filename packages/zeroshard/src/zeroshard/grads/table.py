@@ -114,17 +114,23 @@ class GradTable:
                 return label_in(self._plan, tensor)
         return ""
 
+    def waiting(self) -> str:
+        """Return the name of a gradient that was reduced and waits for a step; empty without one."""
+        found = [tensor for tensor, reduced in enumerate(self._reduced) if reduced is _REDUCED]
+        return label_in(self._plan, found[0]) if found else ""
+
     def begin(self) -> None:
         """Begin a backward, before its first bucket is sent; ``left_out`` says if one is still reduced."""
         self.left_out, self._to_leave_out = self._to_leave_out, ""
         grads = list(map(_grad_of, self._params))
-        if GradPlaceholder not in set(map(type, grads)):
+        is_waiting = _REDUCED in self._reduced or _ZERO in self._reduced
+        if not is_waiting and GradPlaceholder not in set(map(type, grads)):
             self._reduced, self._expected = [_ABSENT] * len(grads), [None] * len(grads)
             self._local.clear()
             return
         for tensor, grad in enumerate(grads):
             if type(grad) is not GradPlaceholder:
-                self._drop(tensor)
+                self.remove(tensor)
             elif self._reduced[tensor] not in self._addable:
                 self.left_out = self.left_out or self._why_held(tensor)
 
@@ -139,6 +145,16 @@ class GradTable:
         for tensor in tensors:
             if self._params[tensor].grad is not None:
                 self._expected[tensor] = self._params[tensor].grad = self._placeholders[tensor]
+
+    def lost_in_backward(self, tensors: Sequence[int], are_sent: Sequence[bool]) -> RuntimeError | None:
+        """Return the error for a gradient that was sent and whose placeholder a hook has replaced; None without one."""
+        for tensor, is_sent in zip(tensors, are_sent, strict=True):
+            if is_sent and self._params[tensor].grad is not self._placeholders[tensor]:
+                return RuntimeError(
+                    f"a hook has changed .grad of {label_in(self._plan, tensor)} inside of backward(), after its "
+                    f"gradient was sent: do that after backward(), or in a hook of the tensor"
+                )
+        return None
 
     def record_reduced(self, state: OwnedGradients, computed: Sequence[bool]) -> None:
         """Make placeholders of the gradients that any rank has ``computed``, after all ranks have ended a backward."""
