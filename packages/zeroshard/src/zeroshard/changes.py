@@ -27,13 +27,10 @@ _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The layout that a rank finds before a step.
+    """The layout that fits the model on this rank before a step, or the error that this rank has found.
 
-    Attributes:
-        layout: the layout that fits the model now.
-        is_new: whether the layout differs from the one in use, or must be computed after the backward.
-        error: the error on this rank; None if there is none.
-        is_agreed: whether all ranks have agreed, during backward, to step with the layout in use.
+    ``is_new``: it differs from the one in use, or must be computed after the backward. ``is_agreed``: all ranks have
+    agreed, during backward, to step with the one in use.
     """
 
     layout: Layout

@@ -13,9 +13,6 @@ from zeroshard_core import Plan
 class Guard:
     """Keeps the errors of one optimizer that outlive a call. Use it as a context around every exchange.
 
-    Args:
-        coordinator: the channel of the optimizer's agreements.
-
     Attributes:
         broken: the error that every further call raises; None if all exchanges were completed.
         refused: why steps are refused until a state is loaded, because the loop misused a hook; empty if they are not.

@@ -46,8 +46,7 @@ def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
 
     Until all ranks agree afterwards, others may still be reading this rank's shards.
 
-    Args:
-        broadcasts: the broadcasts of the parameters, in the same order on every rank; some may have been sent before.
+    They are in the same order on every rank; some may have been sent before.
     """
     try:
         # Send to all ranks before waiting for any.
@@ -78,13 +77,8 @@ class ParamBuffers:
 
     Only :meth:`lay_out` and :meth:`restore` change it; a step only reads it. A parameter that was packed stays in its
     buffer.
-
-    Args:
-        coordinator: the channel of the ranks' agreements.
-        as_bucket_view: whether parameters are packed into flat buffers and become views of them.
-
-    Attributes:
-        broadcast: the broadcast of all parameters that a step may change, together.
+    With ``as_bucket_view`` they are packed into flat buffers, and become views of them. ``broadcast`` sends all
+    parameters that a step may change, together.
     """
 
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:

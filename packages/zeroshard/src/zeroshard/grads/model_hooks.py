@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from zeroshard._torch_private import broadcast_coalesced, disable_dynamo, in_aut
 from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.guard import Guard
 
+T = TypeVar("T")
 _BROADCAST_BYTES = 250 * 1024 * 1024
 """The size of one broadcast of buffers and parameters in bytes, as in DistributedDataParallel."""
 
@@ -134,19 +135,15 @@ class _Hook:
         self._method = method
 
     def __call__(self, *arguments: object) -> None:
-        call = self._method()
-        if call is None:
-            _alive(lambda: None)
-        else:
-            call(*arguments)
+        _alive(self._method)(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A function of the standard library that takes any arguments and returns None.
         return getattr, (nullcontext(), "__exit__")
 
 
-def _alive(source: Callable[[], ShardedGradients | None]) -> ShardedGradients:
-    found = source()
+def _alive(reference: Callable[[], T | None]) -> T:
+    found = reference()
     if found is None:
         raise RuntimeError(
             "the optimizer that shards the gradients of this model is gone: keep a reference to it, or call remove()"

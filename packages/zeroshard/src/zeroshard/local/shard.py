@@ -15,12 +15,9 @@ class LocalShard:
     """A part of a parameter, or all of it, which this rank owns.
 
     Attributes:
-        shard: the range that this rank owns.
-        param: the whole parameter.
         tensor: ``param`` itself if the shard is all of it, else a leaf of its own that views the parameter's rows. With
             a hook that steps bucket by bucket it is a leaf of its own in both cases, see
             :meth:`LocalOptimizer.detach_shards`. A master weight is a float32 copy of the rows.
-        is_master: whether ``tensor`` is a master weight.
     """
 
     shard: Shard

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 class StateMetadata:
     """Names, shapes and dtypes of the state on all ranks, which only :meth:`exchange` changes; the consolidated state.
 
-    Args:
-        coordinator: agrees on the process group.
-        local: has the state of this rank.
-        changes: knows whether this rank's entries have changed.
-
     Attributes:
         described: the entries of each parameter that has state on any rank, by tensor index.
         consolidated_to: the rank that has the consolidated state; None if no rank has consolidated since the last step.
