@@ -37,7 +37,9 @@ def test_memory_in_use_keeps_its_values(buckets: list[tuple[int | None, torch.dt
         memory = bucket = None
         if numel is not None:
             memory, bucket = buffers.lend(numel, dtype)
-            assert (bucket.shape, bucket.dtype, bucket.data_ptr()) == ((numel,), dtype, memory.data_ptr())
+            assert (bucket.shape, bucket.dtype) == ((numel,), dtype)
+            # torch returns the address 0 for a tensor without elements.
+            assert not numel or bucket.data_ptr() == memory.data_ptr()
             bucket.fill_(number)
             made.append(weakref.ref(memory))
         in_use.append((number, memory, bucket))
