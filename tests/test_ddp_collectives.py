@@ -644,4 +644,6 @@ def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
         optimizer.zero_grad()
         ddp(batch(number)).square().mean().backward()
         optimizer.step()
-    assert 0 < sum(issued.values()) <= 6 * math.ceil(math.log2(world_size)), issued
+    # Two messages a round. A hook that steps after the last bucket agrees in the backward and in its step, twice each.
+    agreements = 4 if hook == "behind" else 3
+    assert 0 < sum(issued.values()) <= 2 * agreements * math.ceil(math.log2(world_size)), issued

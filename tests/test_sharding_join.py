@@ -55,7 +55,10 @@ class Training:
             self.optimizer: optim.Optimizer = ZeroRedundancyOptimizer(
                 self.model.named_parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition)
             )
-            self.sharding = shard_gradients(self.model, self.optimizer, bucket_mb=1e-3)
+            # A forward that broadcasts buffers is announced, and one that does not is not.
+            self.sharding = shard_gradients(
+                self.model, self.optimizer, bucket_mb=1e-3, broadcast_buffers=partition != "split"
+            )
         else:
             self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-2)
 

@@ -87,9 +87,8 @@ class ShardingJoin:
         """Repeat on ranks without data what the loop of the others has done to gradients. Collective."""
         rank, table, params = self._coordinator.ranks.rank, self._source.table, self._source.params
         if rank == sources[0]:
-            grads = [*enumerate([param.grad for param in params])]
-            absent = [tensor for tensor, grad in grads if grad is None]
-            reduced = [tensor for tensor, grad in grads if type(grad) is GradPlaceholder]
+            reduced = [tensor for tensor, param in enumerate(params) if type(param.grad) is GradPlaceholder]
+            absent = [*{*range(len(params))}.difference(reduced)]
             zero = [tensor for tensor in reduced if table.reduced(tensor) is Reduced.ZERO]
             for receiver in receivers:
                 send_value(self._coordinator, receiver, [absent, zero, table.norms.log])

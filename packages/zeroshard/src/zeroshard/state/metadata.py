@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ class StateMetadata:
         self, title: str, device: torch.device, dtype: torch.dtype, shape: Sequence[int], _: object, kind: str
     ) -> StatePlaceholder:
         made = StatePlaceholder(shape, dtype, device if kind == device.type else torch.device(kind), title)
-        made.tell = self.tell
+        made.coordinator = weakref.ref(self._coordinator)
         return made
 
     def _mine(self) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from zeroshard_comm import Coordinator
 from zeroshard_core import Shard
 
 from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass, without_torch_function
@@ -65,8 +67,8 @@ class StatePlaceholder(TensorWithoutValues):
     """This rank's rows of the entry; None if it owns no rows."""
     shard: Shard | None
     """Says which rows these are."""
-    tell: Callable[[Exception], None] | None = None
-    """Lets the other ranks raise the error of a write; None for a copy, which only this rank has."""
+    coordinator: weakref.ref[Coordinator] | None = None
+    """Lets the other ranks raise the error of a write. Copies of a state dict copy the reference alone."""
     _title: str
 
     @staticmethod
@@ -148,8 +150,9 @@ class StatePlaceholder(TensorWithoutValues):
             )
         refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here"
         error = RuntimeError(f"{refused}. {f'{INCOMPLETE}. ' if operation == 'pickling' else ''}{advice}")
-        if writes and self.tell is not None:
-            self.tell(error)
+        coordinator = self.coordinator() if self.coordinator is not None else None
+        if writes and coordinator is not None:
+            coordinator.tell(error)
         return error
 
 
