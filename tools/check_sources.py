@@ -32,7 +32,7 @@ class Ceiling:
 
 
 CEILINGS: Mapping[str, Ceiling] = {
-    "zeroshard_core": Ceiling(1828, "predictions count the buckets in flight of sharded gradients"),
+    "zeroshard_core": Ceiling(1835, "predictions count the buckets in flight of sharded gradients"),
     "zeroshard_comm": Ceiling(3235, "reducers free the memory of what a rank owns"),
     "zeroshard": Ceiling(11085, "gradients are sharded; the command zeroshard plan is counted with it"),
     "zeroshard_integrations": Ceiling(1543, "plugins shard gradients"),

@@ -23,12 +23,19 @@ class FlatBuffer:
 
     Attributes:
         layout: where tensors lie.
-        storage: the flat tensor, 1-D, of ``layout.numel`` elements. It starts as zeros, also in the padding.
+        storage: the flat tensor, 1-D, of ``layout.numel`` elements. The padding is zeros, and places are undefined until
+            their tensor is adopted.
     """
 
     def __init__(self, layout: BucketLayout, specs: Sequence[TensorSpec], device: torch.device) -> None:
         self.layout = layout
-        self.storage = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        # Only the padding is written, because zeros would take memory before the tensors give theirs back.
+        self.storage = torch.empty(layout.numel, dtype=layout.dtype, device=device)
+        end = 0
+        for slot in sorted(layout.slots, key=lambda slot: slot.offset):
+            self.storage[end : slot.offset].zero_()
+            end = slot.offset + slot.numel
+        self.storage[end:].zero_()
         self._slots: dict[int, Slot] = {slot.tensor: slot for slot in layout.slots}
         self._specs = {index: specs[index] for index in self._slots}
 

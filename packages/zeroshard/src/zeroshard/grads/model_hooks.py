@@ -19,8 +19,8 @@ from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.guard import Guard
 
 T = TypeVar("T")
-_BROADCAST_BYTES = 250 * 1024 * 1024
-"""The size of one broadcast of buffers and parameters in bytes, as in DistributedDataParallel."""
+_BROADCAST_BYTES = 8 * 1024 * 1024
+"""The size of one broadcast of buffers and parameters in bytes. torch copies two at a time."""
 
 
 class ModelHooks:
