@@ -160,7 +160,7 @@ def _ours(
 def _sharded(work: Workload, *, partition: Literal["whole", "split"]) -> Trainer:
     model = work.build()
     optimizer = zeroshard.ZeroRedundancyOptimizer(
-        model.named_parameters(), Adam, parameters_as_bucket_view=True, partition=partition, lr=work.lr, fused=True
+        model.named_parameters(), Adam, partition=partition, lr=work.lr, fused=True
     )
     zeroshard.shard_gradients(model, optimizer)
     return _trainer(model, model, optimizer, optimizer.traffic)
