@@ -23,7 +23,7 @@ class FlatBuffer:
 
     Attributes:
         layout: where tensors lie.
-        storage: the flat tensor, 1-D, of ``layout.numel`` elements. The padding is zeros, and places are undefined until
+        storage: the flat tensor, 1-D, of ``layout.numel`` elements. The padding is zeros. Places are undefined until
             their tensor is adopted.
     """
 
