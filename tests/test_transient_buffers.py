@@ -389,7 +389,8 @@ ERRORS = [
     Planted(no_drain, "not waited for", _IN_TURN),
     Planted(lend_one, "lent", TRANSPORTS),
     Planted(lend_one, "written", (*_MESSAGES, "reads")),
-    Planted(one_more_in_flight, "", _BUT_READS),
+    # With a thread, buckets may be reduced too fast for three to be on their way.
+    Planted(one_more_in_flight, "", ("messages in turn", "collectives")),
 ]
 
 
