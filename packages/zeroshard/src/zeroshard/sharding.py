@@ -75,7 +75,7 @@ class GradientSharding:
                 The hooks are removed all the same.
         """
         try:
-            self._source.end_last()
+            self._source.close_interrupted()
             if waiting := self._source.table.waiting():
                 raise RuntimeError(
                     f"the gradient of {waiting} waits for step(), and remove() has dropped it: call step() or "

@@ -69,7 +69,7 @@ class ShardingJoin:
         if self._has_run_out and call not in (Call.JOINED, Call.UNABLE):
             return self._round
         if not self._has_run_out:
-            self._source.end_last()
+            self._source.close_interrupted()
         self._is_reported = True
         before, self._round = self._round.joined, exchange_calls(self._coordinator, JoinCall(call), error)
         running, joined = self._round.running, self._round.joined
@@ -106,7 +106,7 @@ class ShardingJoin:
 
     def _shadow_others(self) -> None:
         """Make the calls of ranks that still have data until none has; raise what they raise. Collective."""
-        self._source.end_last()
+        self._source.close_interrupted()
         error = None
         if any(self._source.table.local(tensor) is not None for tensor in range(len(self._source.params))):
             error = RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import accumulate
@@ -148,11 +149,11 @@ class HeldBuckets:
         for bucket in self.all:
             bucket.lay_out(self._local)
             self._table.locate(bucket)
-        self._text = f"in buckets of the tensors {[list(bucket.tensors) for bucket in self.all]}"
+        self.digest = zlib.crc32(str(self).encode())
 
     def __str__(self) -> str:
         """Return the tensors of each bucket."""
-        return self._text
+        return f"buckets of the tensors {[list(bucket.tensors) for bucket in self.all]}"
 
     @property
     def is_ordered(self) -> bool:

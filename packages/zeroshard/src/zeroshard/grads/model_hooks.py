@@ -95,7 +95,7 @@ class ModelHooks:
             # A checkpoint computes again.
             return
         source = _alive(self._source)
-        source.end_last()
+        source.close_interrupted()
         if is_in_ddp():
             raise RuntimeError(
                 "the model is called by a DistributedDataParallel, and its gradients are sharded too: use one of both"

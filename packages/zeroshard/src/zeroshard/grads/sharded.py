@@ -18,13 +18,7 @@ import torch
 from torch.profiler import record_function
 from zeroshard_comm import BucketReduceWork, Coordinator, agreed, choose_transport
 
-from zeroshard._torch_private import (
-    current_node,
-    disable_dynamo,
-    in_autograd,
-    in_compiled_backward,
-    queue_callback,
-)
+from zeroshard._torch_private import current_node, disable_dynamo, in_autograd, in_compiled_backward, queue_callback
 from zeroshard.grads.bucket import common_device
 from zeroshard.grads.held import HeldBucket, HeldBuckets
 from zeroshard.grads.norms import GradNorms
@@ -164,10 +158,10 @@ class ShardedGradients(GradSource):
                 if self.table.left_out:
                     raise RuntimeError(self.table.left_out)
                 self.buckets.follow_params()
-                said = f"backward number {self._backwards} {self.buckets}"
-                if checksum := self.table.norms.checksum:
-                    said += f", and the checksum of what was done to gradients before it is {checksum}"
-                proposal.digest, proposal.detail = zlib.crc32(said.encode()), lambda: said
+                number, checksum = f"backward number {self._backwards}", self.table.norms.checksum
+                done = f", and the checksum of what was done to gradients before it is {checksum}" if checksum else ""
+                proposal.digest = zlib.crc32(f"{number}{done}".encode(), self.buckets.digest)
+                proposal.detail = lambda: f"{number} in {self.buckets}{done}"
         self.release()
         self.in_backward, self._next, self._failure = True, 0, None
         self._late.clear()
@@ -320,8 +314,8 @@ class ShardedGradients(GradSource):
 
             handle = node.register_hook(queue)
 
-    def end_last(self) -> None:
-        """Raise a RuntimeError on every rank if an error has left the last backward."""
+    def close_interrupted(self) -> None:
+        """Close the connections and raise a RuntimeError if an error has left the last backward."""
         if in_autograd():
             return
         self._guard.check_broken()
@@ -338,7 +332,7 @@ class ShardedGradients(GradSource):
 
     def prepare_step(self) -> None:
         """Determine which gradients the next step uses; raise a RuntimeError if a gradient was never reduced."""
-        self.end_last()
+        self.close_interrupted()
         if self.in_backward:
             raise RuntimeError(
                 "step() or clip_grad_norm_() was called inside of backward(), as in a hook, while gradients are on "

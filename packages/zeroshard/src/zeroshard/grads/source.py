@@ -70,7 +70,7 @@ class GradSource(ABC):
     def prepare_step(self) -> None:
         """Determine which gradients the next step uses; raise a RuntimeError if a gradient was never reduced.
 
-        Ends a backward that has not ended, with the other ranks.
+        Raises a RuntimeError on every rank if a backward has not ended.
         """
 
     def unreduced_gradients(self) -> Sequence[torch.Tensor | None]:
