@@ -208,7 +208,7 @@ class Ring:
 
     def begin(self, number: torch.Tensor) -> None:
         """Begin to combine one number. The next :meth:`combine`, of the same tensor, waits for it."""
-        self._begun = self._group.allreduce([number], self._reduce)  # type: ignore[attr-defined]
+        self._begun = self._group.allreduce([number], self._reduce)  # type: ignore[attr-defined] # not in the stubs
         # If no rank answers, dropping the group, or the end of the process, would wait for the timeout.
         self._ending = weakref.finalize(self, close_connections, self._group)
 

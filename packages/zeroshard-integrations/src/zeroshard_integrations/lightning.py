@@ -50,7 +50,7 @@ class _WithGradients:
 
 
 class _Caller(torch.nn.Module):
-    """Calls a module whose gradients are sharded, as DistributedDataParallel does, and has its state."""
+    """Calls a module whose gradients are sharded. Its ``state_dict()`` has the module's names, without a prefix."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
