@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_by_collectives import without_tags
+from sharding_transports import TRANSPORTS, use_transport
 from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 from training import cutting
@@ -26,33 +26,18 @@ from zeroshard.grads.held import HeldBucket
 from zeroshard.grads.sharded import ShardedGradients
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.grads.transient import IN_FLIGHT, TransientBuffers
-from zeroshard_comm import BucketReduceWork, Coordinator, GradientReducer, RankGroup, Transport, transport
-from zeroshard_comm.same_host import SameHostReducer, all_read, probe_peer_memory
+from zeroshard_comm import BucketReduceWork, Coordinator, GradientReducer, Transport
+from zeroshard_comm.same_host import SameHostReducer
 from zeroshard_core import Run
 from zeroshard_testing import RaceError
 
-TRANSPORTS = ("messages", "messages in turn", "reads", "collectives")
-"""Messages that a thread finishes, messages without a thread, reads of the memory of others, and collectives."""
-
-_NEVER = 2**60
 _END = "the end of backward()"
 
 PACKED, ALONE = 0.03, 1e-5
 """Sizes of buckets in MiB: for two layers of the model, and for one parameter, which is sent from where it is."""
 
 
-@contextlib.contextmanager
-def using(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(transport, "WORTH_OVERLAPPING", _NEVER if name == "messages in turn" else 0)
-    monkeypatch.setattr(transport, "WORTH_READING", 1 if name == "reads" else _NEVER)
-    if name == "reads":
-        coordinator = Coordinator(RankGroup.of())
-        coordinator.agree("a test")
-        probe_peer_memory(coordinator)
-        if not all_read(RankGroup.of()):
-            pytest.skip("this kernel does not let processes of one user read each other's memory")
-    with without_tags() if name == "collectives" else contextlib.nullcontext():
-        yield
+using = contextlib.contextmanager(use_transport)
 
 
 # ---------------------------------------------------------------------- what watches the contract
