@@ -49,7 +49,7 @@ class GradTable:
     """Holds an entry for each parameter, and sets ``param.grad`` to a placeholder when a gradient is reduced.
 
     Autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or whose state is
-    among ``addable``; adding to another one raises. The pair (USED, local) cannot occur.
+    among ``addable``. Values for another one are left out, and that backward raises. (USED, local) cannot occur.
     """
 
     def __init__(self, norms: GradNorms, addable: Collection[Reduced], advice: Advice) -> None:
@@ -60,7 +60,7 @@ class GradTable:
         self._expected: list[GradPlaceholder | None] = []
         """``param.grad`` of each parameter, unless the loop has changed it since the last backward."""
         self._local: dict[int, torch.Tensor] = {}
-        """The values that this rank has added to gradients that were set to zero."""
+        """The values that this rank has added to placeholders, and no backward has reduced."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_of: dict[int, OwnedGradients] = {}
         self.left_out = self._to_leave_out = ""
