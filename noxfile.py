@@ -228,7 +228,7 @@ def emulated(session: nox.Session, torch: str) -> None:
     """The emulated accelerator, compiled against one version of torch: its own tests, and those of the hooks on it."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
     own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
-    hooks = ["tests/test_emulated_smoke.py", "tests/test_emulated_edges.py", "tests/test_ddp_cuda.py"]
+    hooks = ["tests/emulated/test_emulated_smoke.py", "tests/emulated/test_emulated_edges.py", "tests/emulated/test_ddp_cuda.py"]
     everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
     _pytest(session, *own, *hooks, *everything, *session.posargs)
 
@@ -320,7 +320,7 @@ def optimizers(session: nox.Session) -> None:
     session.log("2 of 2: some of them on ranks")
     load = [argument for module in OTHER_OPTIMIZERS.values() for argument in ("-p", module)]
     # timm imports torchvision, of which only the build for this very torch can be loaded.
-    _pytest(session, *load, "-rs", "-k", "not timm", "tests/test_other_optimizers.py", may_skip=not require)
+    _pytest(session, *load, "-rs", "-k", "not timm", "tests/plan/test_other_optimizers.py", may_skip=not require)
 
 
 def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:

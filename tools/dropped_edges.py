@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/test_emulated_edges.py",)
+TESTS = ("tests/emulated/test_emulated_edges.py",)
 MASKED = ROOT / "tools" / "dropped_edges.json"
 """Edges that no test misses: what `Edge.name` gives, and why."""
 _CALLS = ("wait_stream", "wait_event", "wait", "record_stream")

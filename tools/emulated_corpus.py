@@ -1,4 +1,4 @@
-"""Runs the programs of ``tests/emulated`` several times, and says whether each of them is reported alike in all runs.
+"""Runs the programs of ``tests/emulated/corpus`` several times, and says whether each of them is reported alike in all runs.
 
 Run as ``python tools/emulated_corpus.py`` where the packages are installed: 20 runs of every file, with random delays
 of up to 50 ms in the threads that move the data of collectives, and two busy loops beside them. ``--runs``, ``--delay``
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 ROOT = Path(__file__).parents[1]
-CORPUS = ROOT / "tests" / "emulated"
+CORPUS = ROOT / "tests" / "emulated" / "corpus"
 _HEADING = re.compile(r"^=* ?ranks? [\d, -]+ failed: (.*?) ?=*$", re.MULTILINE)
 _LIMIT = 1200.0
 # Characters of an error's first line.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script, sharded, train
-from framework_training import (
+from support.example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script, sharded, train
+from support.framework_training import (
     MUON_ROUNDING,
     SEQUENCES,
     STEPS,
@@ -28,10 +28,10 @@ from framework_training import (
     new_model,
     warmup,
 )
+from support.training import assert_same_state
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from training import assert_same_state
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal, raises_on, run_on_ranks
 

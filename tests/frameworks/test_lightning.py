@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from framework_training import (
+from support.framework_training import (
     MUON_ROUNDING,
     SEQUENCES,
     STEPS,
@@ -25,10 +25,10 @@ from framework_training import (
     new_model,
     warmup,
 )
-from lightning_training import strategy as new_strategy
+from support.lightning_training import strategy as new_strategy
+from support.training import assert_same_state
 from torch import nn, optim
 from torch.utils.data import DataLoader
-from training import assert_same_state
 from zeroshard import ZeroRedundancyOptimizer
 
 pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]

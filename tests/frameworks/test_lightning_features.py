@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from example_scripts import PLUGINS
-from framework_training import needs
-from lightning_training import recorded, script, strategy
+from support.example_scripts import PLUGINS
+from support.framework_training import needs
+from support.lightning_training import recorded, script, strategy
+from support.training import assert_bitwise_equal
 from torch import optim
 from torch.utils.data import DataLoader
-from training import assert_bitwise_equal
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from example_scripts import PLUGINS, lines_that_differ
-from framework_training import Run, assert_equal_to_unsharded, needs
-from lightning_training import TWENTY, recorded, script, strategy, train
+from support.example_scripts import PLUGINS, lines_that_differ
+from support.framework_training import Run, assert_equal_to_unsharded, needs
+from support.lightning_training import TWENTY, recorded, script, strategy, train
 from torch import nn
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import PeerLostError

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from example_scripts import script
+from support.example_scripts import script
+from support.training import assert_bitwise_equal, cutting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal

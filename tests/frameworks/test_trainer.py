@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script
-from example_scripts import train as train_script
-from framework_training import (
+from packaging.version import Version
+from support.example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script
+from support.example_scripts import train as train_script
+from support.framework_training import (
     MUON_ROUNDING,
     SEQUENCES,
     STEPS,
@@ -30,9 +31,8 @@ from framework_training import (
     new_model,
     warmup,
 )
-from packaging.version import Version
+from support.training import assert_same_state, cutting
 from torch import nn, optim
-from training import assert_same_state, cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal, raises_on, run_on_ranks
 

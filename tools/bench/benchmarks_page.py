@@ -94,7 +94,7 @@ Contenders are:
 _WORDS = """## Messages without tensor data
 
 What a rank sends in one `step()` without a hook beside the parameters, however many: words of 64 bits, each by one
-collective up to 16 ranks, and above by one message in each of log2 N rounds. `tests/test_costs.py` counts them.
+collective up to 16 ranks, and above by one message in each of log2 N rounds. `tests/step/test_costs.py` counts them.
 
 | ranks | words between hosts | words on one host, where memory is read | each is |
 | ---: | ---: | ---: | --- |

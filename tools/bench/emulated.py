@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/test_ddp_hooks.py", "tests/test_parity.py")
+TESTS = ("tests/gradients/test_ddp_hooks.py", "tests/step/test_parity.py")
 _PACKAGES = ("zeroshard-core", "zeroshard-comm", "zeroshard", "zeroshard-integrations", "zeroshard-testing")
 
 

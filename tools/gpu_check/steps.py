@@ -86,7 +86,7 @@ def table(workers: int) -> list[Step]:
             "2a",
             "two ranks on one GPU over gloo: hooks",
             60,
-            _tests(workers, *gloo, _HOOKS, "tests/test_master_weights.py"),
+            _tests(workers, *gloo, _HOOKS, "tests/step/test_master_weights.py"),
             # Its extension may have to be compiled.
             Substitute("stand-in: the emulated device", emulated, 180),
         ),
@@ -163,9 +163,9 @@ def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
     return [step for step in steps if step.name in chosen]
 
 
-_HOOKS = "tests/test_ddp_cuda.py"
+_HOOKS = "tests/emulated/test_ddp_cuda.py"
 _PARITY, _ALL = "test_parity and views", "exhaustive or not exhaustive"
-_TRANSFERS = ("tests/test_state_transfer.py", "tests/test_implementations.py")
+_TRANSFERS = ("tests/checkpoint/test_state_transfer.py", "tests/step/test_implementations.py")
 _ONCE = ("--iterations=1", "--rounds=1")
 _NO_NCCL, _NO_GRAPHS = "no GPU, and NCCL needs one", "no GPU, and the CPU has no CUDA graphs"
 

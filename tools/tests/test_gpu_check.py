@@ -383,7 +383,7 @@ def test_mps_that_does_not_quit_is_killed(tmp_path, monkeypatch):
 
 def test_tests_of_the_cpu_are_there_for_gloo_on_the_gpu():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "gpu_check.pytest_plugin"]
-    command += ["--ranks-backend=gloo-cuda", "tests/test_init_state.py"]
+    command += ["--ranks-backend=gloo-cuda", "tests/checkpoint/test_init_state.py"]
     environment = {**os.environ, "PYTHONPATH": pythonpath(), sharing.ALSO_ON: "gloo-cuda"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert "[2-gloo-cuda" in done.stdout, done.stdout + done.stderr

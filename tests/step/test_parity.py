@@ -1,0 +1,139 @@
+"""Sharded training gives, bit for bit, what the unsharded optimizer gives (gradients replicated, one thread)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.training import (
+    DENSE_OPTIMIZERS,
+    ELEMENTWISE_OPTIMIZERS,
+    EVERYWHERE,
+    assert_bitwise_equal,
+    assert_same_state,
+    cutting,
+    set_gradients,
+    small_model,
+    twins,
+)
+from torch import optim
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_testing import assert_replicas_equal
+
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+STEPS = 4
+
+
+def check_parity(optimizer_class: type[optim.Optimizer], settings: dict[str, Any], rank: int, **ours: Any) -> None:
+    model, reference = twins()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **ours, **settings)
+    plain = optimizer_class(reference.parameters(), **settings)
+    for step in range(STEPS):
+        # One parameter has no gradient at first, and must not be touched by momentum or weight decay.
+        none = {3} if step < 2 else set()
+        set_gradients(model.parameters(), step, none=none)
+        set_gradients(reference.parameters(), step, none=none)
+        sharded.step()
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+        assert_replicas_equal(model.parameters())
+    sharded.consolidate_state_dict(to=0)
+    if rank == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
+    optimizer_class, settings = DENSE_OPTIMIZERS[name]
+    check_parity(optimizer_class, settings, rank, parameters_as_bucket_view=as_bucket_view)
+
+
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
+def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
+    optimizer_class, settings = ELEMENTWISE_OPTIMIZERS[name]
+    check_parity(optimizer_class, settings, rank, partition="split", parameters_as_bucket_view=as_bucket_view)
+
+
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+def test_muon_on_matrices(as_bucket_view: bool) -> None:
+    def matrices() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(5)])
+
+    model, reference = twins(matrices)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Muon, parameters_as_bucket_view=as_bucket_view, lr=0.01)
+    plain = optim.Muon(reference.parameters(), lr=0.01)
+    for step in range(STEPS):
+        set_gradients(model.parameters(), step)
+        set_gradients(reference.parameters(), step)
+        sharded.step()
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+
+
+# The emulated device has no sparse tensors.
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.parametrize("optimizer_class", [optim.SparseAdam, optim.SGD, optim.Adagrad])
+def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
+    def embeddings() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.ModuleList([torch.nn.Embedding(50 + i, 8, sparse=True) for i in range(3)])
+
+    model, reference = twins(embeddings)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1)
+    plain = optimizer_class(reference.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for module in (model, reference):
+            torch.manual_seed(step)
+            module.zero_grad()
+            sum(table(torch.randint(50, (6,))).square().sum() for table in module).backward()
+        sharded.step()
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+
+
+@pytest.mark.ranks(4, backend=EVERYWHERE)
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
+    model, reference = twins(lambda: torch.nn.Linear(5, 3))
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.AdamW(reference.parameters())
+    assert len(sharded.plan.tensors) < world_size
+    for step in range(STEPS):
+        set_gradients(model.parameters(), step)
+        set_gradients(reference.parameters(), step)
+        sharded.step()
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+    # A framework that finds an empty state would step this rank alone to fill it.
+    assert sharded.state
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_one_rank_owns_everything_that_is_trainable(rank: int) -> None:
+    model, reference = twins(small_model)
+    for module in (model, reference):
+        for param in list(module.parameters())[:-1]:
+            param.requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=True)
+    plain = optim.Adam(reference.parameters())
+    for step in range(STEPS):
+        set_gradients(model.parameters(), step)
+        set_gradients(reference.parameters(), step)
+        sharded.step()
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+    assert sharded.state

@@ -1,0 +1,46 @@
+"""Training that torch.distributed.checkpoint saves and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.training import set_gradients
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+
+def matrices() -> nn.Sequential:
+    """Only matrices, as Muon takes nothing else."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(*shape, bias=False) for shape in ((40, 64), (64, 300), (300, 7), (7, 1))])
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        set_gradients(model.parameters(), step)
+        optimizer.step()
+
+
+def saved(
+    model: nn.Module, optimizer: optim.Optimizer, path: Path, group: dist.ProcessGroup | None, *, flat: bool
+) -> None:
+    states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path, process_group=group)
+
+
+def loaded(
+    model: nn.Module, optimizer: optim.Optimizer, path: Path, group: dist.ProcessGroup | None, *, flat: bool
+) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
+    dcp.load(states, checkpoint_id=path, process_group=group)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+        options=options,
+    )

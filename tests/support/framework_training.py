@@ -1,0 +1,165 @@
+"""A byte-level GPT that a framework trains on the standard library's sources, twice: sharded, and plainly."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from byte_gpt import ByteGPT, Shape
+from corpus import Batches, read_corpus
+from support.example_scripts import script
+from support.training import assert_bitwise_equal, assert_same_state
+from torch import nn, optim
+from torch.utils.data import Dataset
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_testing import assert_replicas_equal
+
+STEPS = 10
+SEQUENCES = 4
+"""Of each rank's batch."""
+
+SHAPE = Shape(context=32, width=64, layers=2, heads=2)
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Return a mark that skips, by name and without importing it, the tests of a framework that is not installed."""
+    absent = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(absent, reason=f"{package} is not installed; nox -s frameworks installs it")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training left: the model, and the loss of each step on this rank."""
+
+    model: nn.Module
+    losses: list[float]
+
+
+def assert_equal_to_unsharded(train: Callable[[bool], Run], steps: int = STEPS, rounding: float = 0.0) -> None:
+    """Train sharded and plainly, by ``train(is_sharded)``, and compare losses and parameters: bitwise by default."""
+    ours, theirs = train(True), train(False)
+    assert len(ours.losses) == steps
+    if rounding:
+        torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=rounding)
+        torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=rounding)
+    else:
+        assert ours.losses == theirs.losses
+        assert_bitwise_equal(ours.model, theirs.model, f"after {steps} steps")
+    assert_replicas_equal(ours.model.parameters())
+
+
+def assert_unreadable(path: Path) -> None:
+    """Check that torch.save, which empties a file before it pickles, has left none that could pass for a checkpoint."""
+    with pytest.raises(RuntimeError):
+        torch.load(path)
+
+
+def new_model() -> ByteGPT:
+    """The same weights on every rank and in every run."""
+    return ByteGPT(SHAPE, seed=0)
+
+
+def adamw(model: nn.Module, is_sharded: bool) -> optim.Optimizer:
+    """AdamW over all parameters, with decay for the blocks alone: sharded, or torch's own."""
+    blocks = [param for name, param in model.named_parameters() if "blocks" in name]
+    others = [param for name, param in model.named_parameters() if "blocks" not in name]
+    groups = [{"params": blocks, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return ZeroRedundancyOptimizer(groups, optim.AdamW, lr=3e-3) if is_sharded else optim.AdamW(groups, lr=3e-3)
+
+
+MUON_ROUNDING = {"whole": 0.0, "level": 1e-12}
+"""How far training with Muon may be from plain training, by partition. A norm adds up parts in another order."""
+
+
+def muon_model(partition: str) -> ByteGPT:
+    """One whose embedding of positions ``"level"`` cuts; it is then in float64."""
+    model = ByteGPT(replace(SHAPE, context=1024), seed=0)
+    return model.double() if MUON_ROUNDING[partition] else model
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The param groups of the page about Muon; the head is tied to the embedding."""
+    groups: list[dict[str, Any]] = script("muon").param_groups(model, model.get_submodule("bytes"))
+    return groups
+
+
+def assert_shared(optimizer: ZeroRedundancyOptimizer, partition: str) -> None:
+    """Check that Muon and AdamW share the optimizer as the partition says."""
+    assert [type(each) for each in optimizer.local_optimizers] == [optim.Muon, optim.AdamW]
+    assert any(map(optimizer.plan.is_cut, range(len(optimizer.plan.tensors)))) == (partition == "level")
+
+
+def assert_same_muon_state(ours: dict[str, Any], theirs: dict[str, Any], partition: str) -> None:
+    """Compare what two optimizers have saved."""
+    assert len(theirs["param_groups"]) == 2
+    if not MUON_ROUNDING[partition]:
+        return assert_same_state(ours, theirs)
+    assert ours["param_groups"] == theirs["param_groups"]
+    return torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=MUON_ROUNDING[partition])
+
+
+class MuonAndAdamW(optim.Optimizer):
+    """Two plain optimizers, for the first group and the others, that a framework holds as one."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        plain = [{key: value for key, value in group.items() if key != "optimizer_class"} for group in groups]
+        self.both = optim.Muon(plain[:1]), optim.AdamW(plain[1:])
+        super().__init__([group for each in self.both for group in each.param_groups], {"lr": math.nan})
+        self._share()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for each in self.both:
+            each.step()
+        return loss
+
+    def _share(self) -> None:
+        for each, groups in zip(self.both, (self.param_groups[:1], self.param_groups[1:]), strict=True):
+            each.param_groups, each.state = groups, self.state
+
+
+def warmup(optimizer: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:
+    """A learning rate that grows at each step."""
+    return optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / STEPS)
+
+
+def call_our_methods(wrapper: Any) -> None:
+    """Call on a framework's wrapper what it knows nothing of, and load the state that is there already."""
+    ours = wrapper.optimizer
+    assert isinstance(wrapper, ZeroRedundancyOptimizer)
+    assert wrapper is not ours
+    assert wrapper.plan is ours.plan
+    wrapper.load_state_dict(ours.state_dict())
+    wrapper.consolidate_state_dict(to=1)
+    wrapper.clip_grad_norm_(float("inf"))
+    wrapper.register_step_pre_hook(lambda *_: None).remove()
+
+
+class Windows(Dataset[dict[str, torch.Tensor]]):
+    """Windows of the standard library's sources: as many as all ranks see in ten steps."""
+
+    def __len__(self) -> int:
+        return STEPS * SEQUENCES * dist.get_world_size()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        inputs, targets = _batches().of(index, rank=0, world_size=1)
+        return {"inputs": inputs[0], "targets": targets[0]}
+
+
+@functools.cache
+def _batches() -> Batches:
+    text = read_corpus(Path(sysconfig.get_path("stdlib")), least=SHAPE.context + 1, limit=1 << 20)
+    return Batches(text, sequences=1, context=SHAPE.context, seed=0)
