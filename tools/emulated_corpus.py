@@ -1,4 +1,4 @@
-"""Runs the programs of ``tests/emulated/corpus`` several times, and says whether each of them is reported alike in all runs.
+"""Runs the programs of ``tests/emulated/corpus`` several times, and says whether all runs report each of them alike.
 
 Run as ``python tools/emulated_corpus.py`` where the packages are installed: 20 runs of every file, with random delays
 of up to 50 ms in the threads that move the data of collectives, and two busy loops beside them. ``--runs``, ``--delay``
