@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations, groupby
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,47 +42,34 @@ EMULATED_BY_DEFAULT = "test_emulated_smoke.py"
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave as many combinations of parameters as show each value, world sizes among them, and if marked each pair."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as exhaustive what ``by_default`` and ``exhaustive_at`` leave out, and what repeats on the emulated device.
+
+    On a GPU nothing is left out: the tests on CPUs are those that must be quick.
+    """
+    unknown = {(item.path, item.originalname): listed(item) for item in items if isinstance(item, pytest.Function)}
     for item in items:
-        spec, sizes = spec_of(item), item.get_closest_marker("exhaustive_at")
-        if spec is None:
-            continue
-        is_repeat = spec.backend == "emulated" and item.path.name != EMULATED_BY_DEFAULT
-        if is_repeat or (sizes is not None and spec.world_size in sizes.args):
+        spec, sizes, cases = spec_of(item), item.get_closest_marker("exhaustive_at"), listed(item)
+        is_repeat = spec is not None and spec.backend == "emulated" and item.path.name != EMULATED_BY_DEFAULT
+        is_large = spec is not None and sizes is not None and spec.world_size in sizes.args
+        is_left_out = bool(cases) and case_of(item) not in cases and (spec is None or spec.backend != "nccl")
+        if is_repeat or is_large or is_left_out:
             item.add_marker(pytest.mark.exhaustive)
-    here = Path(__file__).parent
-    usual = [item for item in items if here in item.path.parents and hasattr(item, "callspec") and not on_a_gpu(item)]
-    for _, same in groupby(usual, key=lambda item: (item.parent, item.originalname)):
-        tests = list(same)
-        leave_as_many_as_needed(tests, 2 if tests[0].get_closest_marker("pairwise") else 1)
+        if cases:
+            unknown[item.path, item.originalname] -= {case_of(item)}
+    # Ids on the command line collect some of the cases alone.
+    if not any("::" in argument for argument in config.args) and any(unknown.values()):
+        found = "; ".join(f"{path.name} {name}: {sorted(cases)}" for (path, name), cases in unknown.items() if cases)
+        raise pytest.UsageError(f"by_default names cases that do not exist: {found}")
 
 
-def on_a_gpu(item: pytest.Item) -> bool:
-    """Whether a test needs a GPU, where nothing is left out: the tests on CPUs are those that must be quick."""
+def listed(item: pytest.Item) -> set[str]:
+    """Return the cases of a test that run by default, empty if all do."""
+    marker = item.get_closest_marker("by_default")
+    return set() if marker is None else set(marker.args[0].split(" | "))
+
+
+def case_of(item: pytest.Item) -> str:
+    """Return the id of a parametrized test, without its backend: ``2-whole`` of ``test_it[2-gloo-whole]``."""
     spec = spec_of(item)
-    return spec is not None and spec.backend == "nccl"
-
-
-def leave_as_many_as_needed(items: list[pytest.Item], together: int) -> None:
-    """Mark as exhaustive what shows no values of so many parameters together that others do not show."""
-    unseen = {
-        item: set(combinations(values_of(item), together))
-        for item in items
-        if not item.get_closest_marker("exhaustive") and len(item.callspec.params) > 1
-    }
-    used = Counter[tuple[str, int]]()
-    while any(unseen.values()):
-        # Among equals one whose values were chosen least often, so that late values do not meet in one test.
-        chosen = max(unseen, key=lambda item: (len(unseen[item]), -sum(used[each] for each in values_of(item))))
-        seen = unseen.pop(chosen)
-        used.update(values_of(chosen))
-        for others in unseen.values():
-            others -= seen
-    for item in unseen:
-        item.add_marker(pytest.mark.exhaustive)
-
-
-def values_of(item: pytest.Item) -> list[tuple[str, int]]:
-    """Return the parameters of a test, with the identities of their values."""
-    return [(name, id(value)) for name, value in item.callspec.params.items()]
+    return item.callspec.id if spec is None else item.callspec.id.replace(spec.test_id, str(spec.world_size), 1)

@@ -63,7 +63,7 @@ class Sides:
         assert_bitwise_equal(self.model, before, f"{when}, and after the block")
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default("2-ema-AdamW-params-whole | 2-equal-SGD-views-split")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])

@@ -114,7 +114,12 @@ class Training:
         self.steps += 1
 
 
-@pytest.mark.pairwise
+@pytest.mark.by_default(
+    "4-plain-apart-whole-wrapper-periodic | 4-plain-apart-whole-parameters-periodic | "
+    "4-plain-apart-split-groups-hierarchical | 4-plain-views-whole-wrapper-hierarchical | "
+    "4-masters-apart-split-parameters-periodic | 4-masters-views-whole-groups-periodic | "
+    "4-masters-views-split-wrapper-hierarchical | 4-masters-views-split-parameters-hierarchical"
+)
 @pytest.mark.parametrize("averager", AVERAGERS)
 @pytest.mark.parametrize("caller", ["wrapper", "parameters", "groups"])
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -134,6 +139,7 @@ def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, 
         assert_replicas_equal(sharded.module.parameters())
 
 
+@pytest.mark.by_default("4-plain-apart | 4-masters-views")
 @VIEWS
 @MASTERS
 def test_saved_and_resumed(views: bool, masters: bool) -> None:

@@ -48,6 +48,7 @@ def everywhere(state_dict: dict[str, Any] | None, source: int) -> dict[str, Any]
     return box[0]
 
 
+@pytest.mark.by_default("4-AdamW-fused-whole-whole | 4-SGD-split-split | 4-ASGD-whole-whole")
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize("saved_as", PARTITIONS)
 @pytest.mark.parametrize("loaded_as", PARTITIONS)
@@ -125,6 +126,9 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-memory format-params-whole | 2-dtype-views-split | 2-storage-params-whole | 2-frozen-views-split"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
@@ -293,6 +297,7 @@ SWITCHED_OFF: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, A
 }
 
 
+@pytest.mark.by_default("2-momentum of SGD-whole | 2-momentum of RMSprop-split | 2-amsgrad-whole")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("name", SWITCHED_OFF)
@@ -426,6 +431,13 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-no state at all-whole | 2-a tensor's state missing-split | 2-an entry missing-whole | "
+    "2-state of an unknown parameter-split | 2-an unknown entry-whole | 2-another shape-split | "
+    "2-a number for a tensor-whole | 2-text for a tensor-split | 2-a tensor for a number-whole | "
+    "2-another layout-split | 2-emptied by torch's class-whole | 2-a parameter missing-split | "
+    "2-a group missing-whole"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("name", DAMAGE)

@@ -71,6 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.by_default("sharded-2-0 | plain-1-1e-12 | fsdp-3-1e-12")
 @pytest.mark.parametrize(
     ("kind", "ranks", "rounding"),
     [

@@ -58,6 +58,11 @@ def saved_everywhere(sharded: ZeroRedundancyOptimizer, to: int = 0) -> dict[str,
     return saved
 
 
+@pytest.mark.by_default(
+    "2-ASGD-whole | 2-Adafactor-whole | 2-Adam-whole | 2-AdamW-whole | 2-AdamW-fused-whole | 2-NAdam-whole | "
+    "2-RMSprop-whole | 2-SGD-whole | 2-Adadelta-split | 2-Adagrad-split | 2-Adam-amsgrad-split | "
+    "2-AdamW-foreach-split | 2-Adamax-split | 2-RAdam-split | 2-Rprop-split | 2-SGD-momentum-split"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("name", "partition"),
@@ -88,6 +93,9 @@ CHAIN = ((0,), (0, 1, 2, 3), (2, 3), (1, 2, 3), (3,), (0, 1), (0, 1, 2))
 """World sizes 1, 4, 2, 3, 1, 2, 3: growing and shrinking, on ranks that differ from one run to the next."""
 
 
+@pytest.mark.by_default(
+    "4-AdamW-partitions0-params | 4-Adam-amsgrad-partitions1-views | 4-Adafactor-partitions2-params"
+)
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize(
@@ -149,6 +157,7 @@ def test_groups_of_named_parameters(partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -170,6 +179,7 @@ def test_loading_over_state_that_is_there_already(partition: str, as_bucket_view
     assert_same_state(saved_everywhere(sharded), plain.state_dict())
 
 
+@pytest.mark.by_default("2-False-False | 2-True-True")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("fused_before", [False, True])
 @pytest.mark.parametrize("fused_after", [False, True])
@@ -292,6 +302,7 @@ def test_a_checkpoint_of_a_partly_frozen_model_is_loaded_into_one_that_is_not(pa
     assert_same_state(saved_everywhere(resumed), plain.state_dict())
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS

@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] =
 ALWAYS = {("Muon", True)}
 
 
+@pytest.mark.by_default("4-Muon-True")
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("name", "flat"),

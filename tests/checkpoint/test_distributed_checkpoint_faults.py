@@ -145,6 +145,7 @@ AT = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.by_default("3-all_gather#1-1 | 3-barrier#1-0")
 @pytest.mark.ranks(3, backend="gloo")
 @AT
 def test_a_rank_that_is_killed_during_a_save(
@@ -161,6 +162,7 @@ def test_a_rank_that_is_killed_during_a_save(
     run.assert_own_state()
 
 
+@pytest.mark.by_default("3-all_gather#1-1 | 3-barrier#1-0")
 @pytest.mark.ranks(3, backend="gloo")
 @AT
 def test_a_rank_that_is_killed_during_a_load(
@@ -186,6 +188,7 @@ TRANSFERS: dict[str, Callable[[dict[str, Any], Path, dist.ProcessGroup], object]
 }
 
 
+@pytest.mark.by_default("3-save")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("transfer", ["save", pytest.param("load", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ STAGERS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-as by default-whole | 2-DefaultStager-split | 2-DefaultStager, shared memory-whole | "
+    "2-DefaultStager in a thread-split | 2-BlockingAsyncStager-whole"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("name", STAGERS)
@@ -138,6 +142,12 @@ COPIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 SHARE_MEMORY = {"copy", "detach", "to", "_offload_state_dict_to_cpu"}
 
 
+@pytest.mark.by_default(
+    "2-deepcopy of a dict-whole | 2-copy-split | 2-deepcopy-whole | 2-clone-split | 2-detach-whole | "
+    "2-to-split | 2-there and back-whole | 2-zeros_like and copy_-split | 2-empty_like and copy_-whole | "
+    "2-_offload_state_dict_to_cpu-split | 2-_copy_state_dict-whole | 2-_copy_state_dict to zeros-split | "
+    "2-DefaultStager-whole"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("name", COPIES)

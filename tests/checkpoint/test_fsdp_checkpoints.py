@@ -117,6 +117,7 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
     set_state_dict(*run, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=options)
 
 
+@pytest.mark.by_default("2-fsdp2-False-AdamW | 2-fsdp1-True-AdamW | 2-fsdp1 with original parameters-True-AdamW")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -156,6 +157,7 @@ def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
         assert_same(values(run[0]), values(runs["plain"][0]))
 
 
+@pytest.mark.by_default("2-False-whole | 2-True-split")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("broadcast", [False, True])

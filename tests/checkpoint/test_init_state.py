@@ -41,6 +41,12 @@ def make_negative_zeros(*modules: nn.Module) -> None:
             next(module.parameters())[0] = -0.0
 
 
+@pytest.mark.by_default(
+    "2-ASGD-whole | 2-Adafactor-whole | 2-Adam-whole | 2-AdamW-whole | 2-AdamW-fused-whole | 2-NAdam-whole | "
+    "2-RMSprop-whole | 2-SGD-whole | 2-Muon-whole | 2-AdamW-tensor-lr-whole | 2-Adadelta-split | "
+    "2-Adagrad-split | 2-Adam-amsgrad-split | 2-AdamW-foreach-split | 2-Adamax-split | 2-RAdam-split | "
+    "2-Rprop-split | 2-SGD-momentum-split"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("name", "partition"),

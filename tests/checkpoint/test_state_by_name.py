@@ -85,6 +85,7 @@ def test_parameters_without_names() -> None:
         sharded.load_state_dict(sharded.state_dict(), keys="name")  # type: ignore[arg-type]
 
 
+@pytest.mark.by_default("3-0-whole | 3-2-split")
 @pytest.mark.ranks(3, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("steps", [0, 2])

@@ -114,6 +114,12 @@ def test_every_optimizer_lists_what_it_has(name: str) -> None:
     pair.check_listed()
 
 
+@pytest.mark.by_default(
+    "2-<lambda>0-whole | 2-<lambda>1-split | 2-<lambda>2-whole | 2-<lambda>3-split | 2-<lambda>4-whole | "
+    "2-<lambda>5-split | 2-<lambda>6-whole | 2-<lambda>7-split | 2-<lambda>8-whole | 2-<lambda>9-split | "
+    "2-<lambda>10-whole | 2-<lambda>11-split | 2-<lambda>12-whole | 2-<lambda>13-split | 2-<lambda>14-whole | "
+    "2-<lambda>15-split"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_a_fake_group_gathers_nothing_and_says_so() -> None:
         gather(Coordinator(RankGroup.of()), Manifest(None, []), 0, lambda *_: [])
 
 
+@pytest.mark.by_default("2-MessageBroadcaster | 4-CollectiveBroadcaster")
 @pytest.mark.ranks(2, 4, backend="gloo")
 @pytest.mark.parametrize("kind", [MessageBroadcaster, CollectiveBroadcaster])
 def test_several_moves_may_be_under_way_at_once(rank: int, kind: type[ParameterBroadcaster]) -> None:

@@ -98,6 +98,7 @@ class Pair:
         set_optimizer_state_dict(self.reference, self.plain, theirs, options=chosen)
 
 
+@pytest.mark.by_default("2-False-nested-ddp-whole | 2-True-flat-plain-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @MODELS
@@ -128,6 +129,7 @@ def test_get_lists_by_name_what_a_plain_optimizer_has_and_set_takes_it(
 # ---------------------------------------------------------------- all of it on one rank
 
 
+@pytest.mark.by_default("2-nested-whole | 2-flat-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @LAYOUTS
@@ -158,6 +160,7 @@ def test_a_full_state_dict_of_one_rank_refuses_to_be_read(rank: int, partition: 
     assert rank == 0 or on_rank_0 == {}
 
 
+@pytest.mark.by_default("2-0-ddp-whole | 2-1-plain-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @MODELS
@@ -179,6 +182,9 @@ def test_full_optimizer_state_dict_is_what_torch_gets_of_a_plain_optimizer(
         assert rank == to or full == {}
 
 
+@pytest.mark.by_default(
+    "2-every rank-nested-ddp-whole | 2-broadcast-flat-plain-split | 2-without full_state_dict-nested-ddp-whole"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @MODELS
@@ -291,6 +297,10 @@ ALL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-shared | 2-frozen | 2-groups | 2-empty group | 2-names | 2-stateless | 2-momentum | 2-tensor lr | 2-two | "
+    "2-sharded and plain | 2-plain and sharded | 2-nested state | 2-activation checkpointing | 2-compiled ddp"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind == "ddp of compiled")) for kind in ALL_KINDS]

@@ -34,6 +34,7 @@ def explain(here: str, there: str, rank: int, other: int) -> str:
     return f"{here} on {rank}, {there} on {other}"
 
 
+@pytest.mark.by_default("ring-1 | ring-4 | rounds-2 | rounds-5")
 @pytest.mark.ranks(1, 2, 4, 5, backend="gloo")
 def test_ranks_that_are_alike_go_on_and_send_a_word_in_each_round_or_make_one_collective(
     world_size: int, way: str
@@ -81,6 +82,7 @@ def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
     assert caught.value is error
 
 
+@pytest.mark.by_default("1-True-True | 3-False-False")
 @pytest.mark.ranks(1, 3, backend="gloo")
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("while_another_is_handled", [True, False])
@@ -166,6 +168,7 @@ def test_a_rank_that_calls_something_else_meets_those_who_look_for_hands(rank: i
     coordinator.agree("afterwards")
 
 
+@pytest.mark.by_default("ring-1 | ring-3 | ring-5 | rounds-2 | rounds-4 | rounds-8")
 @pytest.mark.ranks(1, 2, 3, 4, 5, 8, backend="gloo")
 @pytest.mark.usefixtures("way")
 def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: int) -> None:

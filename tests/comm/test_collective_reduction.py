@@ -24,6 +24,7 @@ from zeroshard_core import Run
 CPU = torch.device("cpu")
 
 
+@pytest.mark.by_default("1-10000-dtype0-none | 2-67108864-dtype1-some | 3-10000-dtype2-evenly")
 @pytest.mark.ranks(1, 2, 3, backend="gloo")
 @pytest.mark.parametrize("cut", ["none", "some", "evenly"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -58,6 +58,10 @@ BROADCASTERS: dict[str, Make] = {
 MADE_BY = pytest.mark.parametrize("made_by", BROADCASTERS)
 
 
+@pytest.mark.by_default(
+    "2-torch.float32-messages | 2-torch.complex64-collectives | 2-torch.bool-messages | "
+    "4-torch.bfloat16-messages in place | 4-torch.int64-same host | 4-torch.float64-messages in place"
+)
 @pytest.mark.ranks(2, 4, backend="gloo")
 @MADE_BY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -180,6 +184,7 @@ def odd_tensors(rank: int) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.by_default("2-16 | 3-1048576")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("chunk_bytes", [16, 1 << 20])
 def test_gather_brings_tensors_of_any_kind_bit_for_bit(

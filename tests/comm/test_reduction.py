@@ -28,6 +28,7 @@ def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BY
     return bucket
 
 
+@pytest.mark.by_default("3-dtype0 | 3-dtype1")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.exhaustive)]

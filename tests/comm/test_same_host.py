@@ -44,6 +44,9 @@ def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostRedu
     return SameHostReducer(Coordinator(RankGroup.of()), runs, dtype, scratch_memory())
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 3-split-hook_with_zero_step | 4-whole-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.usefixtures("all_read")
 @EVERY_HOOK
@@ -73,6 +76,7 @@ class Alternating(nn.Module):
         return inputs
 
 
+@pytest.mark.by_default("2-reduce_to_owner_hook | 2-hook_with_zero_step_interleaved | 3-hook_with_zero_step")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.usefixtures("all_read")
 @EVERY_HOOK

@@ -46,6 +46,9 @@ def train(twins: Twins, last: int = 20) -> None:
             twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo-cuda")
 @EVERY_HOOK
 @PARTITIONS

@@ -32,7 +32,7 @@ from zeroshard_testing import Faults
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("3-0")
 @pytest.mark.ranks(3, 4, backend="gloo", timeout=120)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 4))])
 def test_random_delays_of_one_rank_change_nothing(seed: int, faults: Faults) -> None:
@@ -115,6 +115,7 @@ def test_a_rank_that_skips_step(rank: int) -> None:
             twins.backward(twins.ddp, 2)
 
 
+@pytest.mark.by_default("3-killed")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("lost", ["killed", pytest.param("late", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_lost_before_norms_are_exchanged(
@@ -143,6 +144,9 @@ def test_a_rank_that_is_lost_before_norms_are_exchanged(
         twins.optimizer.step()
 
 
+@pytest.mark.by_default(
+    "3-lr-reduce_to_owner_hook | 3-frozen-hook_with_zero_step | 3-accumulated-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("problem", ["lr", "frozen", "accumulated"])
@@ -245,6 +249,9 @@ def test_no_thread_is_left(hook: str) -> None:
 
 
 # An error breaks off the backward on every rank: what it had announced is never sent.
+@pytest.mark.by_default(
+    "2-True-reduce_to_owner_hook | 2-True-hook_with_zero_step_interleaved | 2-False-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
 @EVERY_HOOK
 @pytest.mark.parametrize("together", [True, False])
@@ -349,6 +356,7 @@ def test_another_call_in_place_of_the_end_of_a_backward(rank: int, monkeypatch: 
         twins.optimizer.consolidate_state_dict() if rank == 0 else loss.backward()
 
 
+@pytest.mark.by_default("2-reduce_to_owner_hook")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", [HOOKS[0], *(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[1:])])
 def test_two_models_in_one_backward_have_messages_of_their_own(rank: int, hook: str) -> None:

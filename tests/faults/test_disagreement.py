@@ -51,6 +51,10 @@ BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-tensor-on all ranks | 2-not iterable-on rank 1 | 2-mixed-on all ranks | 2-empty-on rank 1 | "
+    "2-no params-on all ranks"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
 @pytest.mark.parametrize("name", BAD_PARAMS)
@@ -175,6 +179,7 @@ def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
     assert_replicas_equal(model.parameters())
 
 
+@pytest.mark.by_default("2-a sparse gradient-params | 2-a frozen tensor-views")
 @pytest.mark.ranks(2, backend="gloo")
 @VIEWS
 @pytest.mark.parametrize("what", ["a sparse gradient", "a frozen tensor"])
@@ -494,6 +499,9 @@ MIXED_UP: dict[str, Callable[[ZeroRedundancyOptimizer], Any]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-params-step() | 2-params-add_param_group() | 3-views-consolidate_state_dict(to=0) | 3-views-load_state_dict()"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("call", MIXED_UP)
 @VIEWS

@@ -135,7 +135,7 @@ def strike_before_an_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connections, "combine", combine_later)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("3-step | 3-consolidate_state_dict | 3-load_state_dict | 3-load_state_dict from one rank")
 @pytest.mark.ranks(3, 4, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_killed_rank_is_an_error_on_the_others(
@@ -153,6 +153,7 @@ def test_a_killed_rank_is_an_error_on_the_others(
         CALLS[call](sharded)
 
 
+@pytest.mark.by_default("3-step")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize(
     "call",
@@ -304,6 +305,10 @@ class Interrupted:
 
 
 # What was interrupted leaves messages without another end.
+@pytest.mark.by_default(
+    "2-before the local step-none-on all ranks-KeyboardInterrupt | "
+    "2-after the local step-reduce_to_owner_hook-on rank 1-SystemExit"
+)
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
@@ -372,6 +377,7 @@ def step_twice(sharded: ZeroRedundancyOptimizer) -> None:
 
 
 # What was interrupted leaves messages without another end.
+@pytest.mark.by_default("2-while it sends-on all ranks | 2-while it waits-on rank 1 | 2-in a closure-on all ranks")
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
 @pytest.mark.parametrize(
     ("how", "where"),
@@ -413,6 +419,7 @@ def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str,
     dist.barrier()
 
 
+@pytest.mark.by_default("1-3")
 @pytest.mark.parametrize(
     ("first", "last"), [(1, 3), *(pytest.param(*which, marks=pytest.mark.exhaustive) for which in [(0, 1), (3, 6)])]
 )

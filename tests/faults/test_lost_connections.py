@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[Coordinator, int], object]] = {
 }
 
 
-@pytest.mark.exhaustive_at(4, 17)
+@pytest.mark.by_default("ring-2-agree | ring-5-agree | rounds-3-gather_ints")
 @pytest.mark.ranks(2, 3, 4, 5, 17, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
@@ -149,7 +149,7 @@ def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_anothe
         coordinator.agree("step()")
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("5-agree | 5-gather_ints")
 @pytest.mark.ranks(4, 5, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
@@ -165,7 +165,7 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
         CALLS[call](coordinator, rank)
 
 
-@pytest.mark.exhaustive_at(2, 5)
+@pytest.mark.by_default("4-False | 4-True")
 @pytest.mark.ranks(2, 4, 5, backend="gloo", checks="no:messages")
 @pytest.mark.parametrize("after", [False, True])
 def test_ranks_of_which_one_has_left_the_ring_raise(
@@ -239,6 +239,7 @@ def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, m
     store.set(str(rank), "")
 
 
+@pytest.mark.by_default("ring-3-None | rounds-3-2")
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("lost", [None, 2])
@@ -344,7 +345,7 @@ def test_the_late_rank_alone_is_blamed(rank: int, world_size: int) -> None:
     store.set(str(rank), "")
 
 
-@pytest.mark.exhaustive_at(8)
+@pytest.mark.by_default("4-0 | 4-2 | 4-3")
 @pytest.mark.ranks(4, 8, backend="gloo", checks="no:messages")
 @pytest.mark.parametrize("late", [0, 2, 3])
 def test_nobody_waits_for_a_late_rank_once_another_one_is_lost_and_nobody_blames_it(

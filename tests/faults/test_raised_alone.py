@@ -60,6 +60,12 @@ CALLS: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-write_to_others-step()-rank 1: the optimizer state of tensor \\\\d .* belongs to other ranks | "
+    "2-write_to_others-consolidate_state_dict()-rank 1: the optimizer state of tensor \\\\d .* belongs to other ranks | "
+    "3-write_to_others-add_param_group()-rank 1: the optimizer state of tensor \\\\d .* belongs to other ranks | "
+    "3-write_in_place-step()-rank 1: state entry 'exp_avg' of .* lies on other ranks.*To change the state in"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize(
     ("misuse", "call", "words"),
@@ -153,6 +159,11 @@ def test_a_refused_write_before_a_backward_that_does_not_step(rank: int) -> None
         twins.check(f"in iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-with a backward-write_to_others-hook_with_zero_step | "
+    "2-with a backward-step_with_a_closure-hook_with_zero_step | "
+    "3-with a load-change_the_rate-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @STEPPING_HOOKS
 @pytest.mark.parametrize("misuse", [write_to_others, change_the_rate, step_with_a_closure])
@@ -193,6 +204,10 @@ def test_the_next_backward_raises_what_one_rank_raised(
         twins.check(f"after a state was loaded, in iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-nothing-0.05-True-reduce_to_owner_hook | 2-nothing-0.05-True-hook_with_zero_step_interleaved | "
+    "3-the last layer-25-False-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("views", [True, False])

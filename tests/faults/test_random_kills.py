@@ -82,11 +82,13 @@ def several(ways: list[tuple[Any, ...]], moments: int, default: list[int]) -> li
     ]
 
 
+@pytest.mark.by_default("ddp-3-False-3 | reduce_to_owner_hook-3-True-8")
 @pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(ENDING, 100, [3, 8]))
 def test_every_other_rank_raises_and_ends(strike: Strike, loop: str, ranks: int, reads: bool, seed: int) -> None:
     check(strike(loop, ranks, reads, lives_on=False, seed=seed), may_be_torchs_own=True)
 
 
+@pytest.mark.by_default("steps-4-False-5 | reduce_to_owner_hook-4-True-10 | hook_with_zero_step_interleaved-4-False-17")
 @pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(LIVING, 100, [5, 10, 17]))
 def test_every_other_rank_raises_where_all_live_on(
     strike: Strike, loop: str, ranks: int, reads: bool, seed: int
@@ -94,6 +96,7 @@ def test_every_other_rank_raises_where_all_live_on(
     check(strike(loop, ranks, reads, lives_on=True, seed=seed), may_be_torchs_own=False)
 
 
+@pytest.mark.by_default("sharded-3-True-False-False-3 | sharded-4-False-True-True-12")
 @pytest.mark.parametrize(("loop", "ranks", "reads", "lives_on", "overlaps", "seed"), several(SHARDED, 60, [3, 12]))
 def test_every_other_rank_that_shards_gradients_raises(
     strike: Strike, loop: str, ranks: int, reads: bool, lives_on: bool, overlaps: bool, seed: int

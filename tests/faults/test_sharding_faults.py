@@ -98,6 +98,7 @@ def test_a_rank_that_is_late_in_backward_is_waited_for(rank: int, reads: bool) -
     training.check()
 
 
+@pytest.mark.by_default("3-0")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 4))])
 def test_random_delays_of_one_rank_change_nothing(seed: int, faults: Faults) -> None:
@@ -136,6 +137,7 @@ def test_no_thread_waits_for_a_bucket_that_could_not_be_sent(rank: int, monkeypa
 
 
 # What is not sent leaves messages without another end.
+@pytest.mark.by_default("2-pack-False-messages | 2-accept-True-reads")
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages no:collectives no:deadlock")
 @READS
 @pytest.mark.parametrize("threads", [False, True])
@@ -153,6 +155,7 @@ def test_no_rank_waits_after_an_error_of_another(
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.by_default("3-False-messages | 3-True-reads")
 @pytest.mark.ranks(3, backend="gloo")
 @READS
 @pytest.mark.parametrize("has_buffers", [False, True])

@@ -150,6 +150,7 @@ def test_a_state_consolidated_before_it_is_saved_is_the_unsharded_one_and_resume
     assert_equal_to_unsharded(resume, steps=half)
 
 
+@pytest.mark.by_default("2-hook-whole-1 | 2-sharded, local-level-2")
 @two_ranks
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("partition", MUON_ROUNDING)
@@ -207,8 +208,13 @@ def test_saving_without_consolidating_is_an_error_that_says_what_to_call(tmp_pat
         assert_unreadable(tmp_path / OPTIMIZER_FILE)
 
 
+@pytest.mark.by_default(
+    "2-hook-norm-1-no | 2-hook-norm-4-bf16 | 2-hook-value-4-bf16 | 2-hook-off-1-no | 2-sharded-norm-4-bf16 | "
+    "2-sharded-value-1-no | 2-sharded-value-4-bf16 | 2-sharded-off-4-bf16 | 2-sharded, local-norm-4-no | "
+    "2-sharded, local-value-1-no | 2-sharded, local-off-1-bf16 | 2-none-norm-1-no | 2-none-value-1-bf16 | "
+    "2-none-off-4-no"
+)
 @two_ranks
-@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("clip", ["norm", "value", "off"])
@@ -224,6 +230,7 @@ def test_twenty_steps_of_the_script_equal_the_unsharded_ones(precision, accumula
     assert_replicas_equal(ours.params)
 
 
+@pytest.mark.by_default("2-hook-norm | 2-sharded-value")
 @two_ranks
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("plugin", ["hook", "sharded"])
@@ -234,6 +241,7 @@ def test_cut_tensors_are_clipped_as_the_unsharded_ones(clip, plugin):
     assert_equal(ours, train_script("plain", None, **options), steps=20, rounding=ROUNDING)
 
 
+@pytest.mark.by_default("hook-1 | sharded-3")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("plugin", ["hook", "sharded"])
 def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks, plugin):
@@ -329,6 +337,7 @@ def test_two_optimizers_of_one_model_are_refused(plugin):
         ZeroShardPlugin(Accelerator(cpu=True), **PLUGINS[plugin]).prepare(model, *optimizers)
 
 
+@pytest.mark.by_default("2-hook-1-True-True | 2-sharded-2-False-False | 2-sharded, local-2-True-True")
 @two_ranks
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("muon", [True, False])

@@ -100,6 +100,7 @@ def fit(
     return Run(module.model, module.losses)
 
 
+@pytest.mark.by_default("2-automatic-ddp | 2-automatic-sharded | 2-manual-ddp_zeroshard")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_ten_steps_equal_the_unsharded_ones(manual, strategy):
@@ -121,6 +122,7 @@ def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
     assert_equal_to_unsharded(resume, steps=STEPS // 2)
 
 
+@pytest.mark.by_default("2-whole-ddp | 2-whole-sharded | 2-level-ddp_zeroshard")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("partition", MUON_ROUNDING)
 def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition, strategy, tmp_path):
@@ -133,6 +135,7 @@ def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition,
     assert_equal_to_unsharded(lambda ours: fit(ours, resume_from=files[True], **options), **compared)
 
 
+@pytest.mark.by_default("2-whole-ddp | 2-whole-sharded | 2-level-ddp_zeroshard")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("partition", MUON_ROUNDING)
 def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strategy, tmp_path):
@@ -163,6 +166,7 @@ def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strateg
     assert_same_muon_state(*saved, partition)
 
 
+@pytest.mark.by_default("2-alone-ddp | 2-fp16 with a scaler-ddp_zeroshard | 2-compiled-sharded")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("feature", ["alone", "fp16 with a scaler", "compiled"])
 def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp_path):

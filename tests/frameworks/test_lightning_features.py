@@ -131,6 +131,7 @@ def test_norms_of_gradients_are_logged():
     assert ours.callback_metrics["grad_2.0_norm_total"] > 0
 
 
+@pytest.mark.by_default("hook-2-None | sharded, local-2-0.5")
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fp16_with_a_scaler(clip):
     from lightning.pytorch.plugins import MixedPrecision
@@ -144,6 +145,7 @@ def test_fp16_with_a_scaler(clip):
     assert ours.precision_plugin.scaler.get_scale() < 2.0**24
 
 
+@pytest.mark.by_default("hook-2-plateau | sharded, local-2-one cycle")
 @pytest.mark.parametrize("scheduler", ["plateau", "one cycle"])
 def test_schedulers(scheduler, tmp_path):
     from lightning.pytorch.callbacks import LearningRateMonitor
@@ -185,6 +187,7 @@ def test_a_compiled_model():
     assert_equal(lambda _: {}, prepare=prepare)
 
 
+@pytest.mark.by_default("hook-2-find_unused_parameters | sharded, local-2-static_graph")
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_options_of_ddp(option):
     def options(is_sharded: bool) -> dict[str, Any]:

@@ -47,8 +47,15 @@ def test_three_lines_differ(framework: str) -> None:
     assert len(differences) == 3
 
 
+@pytest.mark.by_default(
+    "2-hook-off-1-32-true-lightning | 2-hook-off-4-bf16-mixed-fabric | 2-hook-norm-1-32-true-lightning | "
+    "2-hook-value-1-32-true-lightning | 2-sharded-off-4-bf16-mixed-fabric | 2-sharded-norm-1-32-true-lightning | "
+    "2-sharded-norm-4-bf16-mixed-fabric | 2-sharded-value-4-bf16-mixed-fabric | "
+    "2-sharded, local-off-1-bf16-mixed-lightning | 2-sharded, local-norm-4-32-true-lightning | "
+    "2-sharded, local-value-1-32-true-fabric | 2-none-off-1-bf16-mixed-fabric | 2-none-norm-4-32-true-fabric | "
+    "2-none-value-4-bf16-mixed-lightning"
+)
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.pairwise
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("accumulated", [1, 4])
@@ -62,6 +69,7 @@ def test_sharded_training_equals_plain_training(framework, precision, accumulate
     assert_trained_alike(framework, tmp_path, TWENTY * accumulated, **options)
 
 
+@pytest.mark.by_default("2-hook-norm-lightning | 2-sharded-value-fabric")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("clipping", ["norm", "value"])
@@ -79,6 +87,7 @@ def resumed(framework: str, is_sharded: bool, checkpoint: Path, **options: Any) 
     return [param.detach() for param in run.model.parameters()]
 
 
+@pytest.mark.by_default("whole-hook-lightning | split-sharded-fabric")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("partition", "plugin"), [("whole", "hook"), ("split", "hook"), ("split", "sharded")])
 def test_saved_at_two_ranks_and_resumed_at_one_and_three(
@@ -287,6 +296,11 @@ def test_a_module_has_no_hooks_after_training(fails, tmp_path, monkeypatch):
     assert {type(param.grad) for param in module.parameters()} == {torch.Tensor}
 
 
+@pytest.mark.by_default(
+    "options0-gradients='shard', accumulate='owner': pass gradients='ddp' or 'sharded', and-lightning | "
+    "options1-accumulate='all': pass gradients='ddp' or 'sharded', and-fabric | "
+    "options2-no DistributedDataParallel, which has the options init_sync-lightning"
+)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     ("options", "message"),

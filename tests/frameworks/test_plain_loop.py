@@ -59,6 +59,7 @@ def train(
     return model, losses
 
 
+@pytest.mark.by_default("2-precision0-4-norm-True")
 @pytest.mark.parametrize(
     ("precision", "accumulation", "clip", "hook"),
     [first, *[pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in others]],
@@ -73,6 +74,7 @@ def test_twenty_steps_equal_the_unsharded_ones(
     assert_replicas_equal(ours.parameters())
 
 
+@pytest.mark.by_default("2-norm")
 @pytest.mark.parametrize("clip", ["norm", pytest.param("value", marks=pytest.mark.exhaustive)])
 def test_cut_tensors_differ_by_roundings_of_the_norm(clip: str) -> None:
     ours, _ = train(torch.float64, 1, clip, hook=True, is_sharded=True, partition="split")

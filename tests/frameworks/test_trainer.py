@@ -251,8 +251,12 @@ def trainer_without_hook(model: nn.Module, arguments: Any, **options: Any):
     return Trainer(model, arguments, optimizer_cls_and_kwargs=ours, **options)
 
 
+@pytest.mark.by_default(
+    "2-hook-0.5-1-False | 2-hook-0.5-4-True | 2-hook-0.0-1-False | 2-sharded-0.5-4-True | "
+    "2-sharded-0.0-1-False | 2-sharded-0.0-4-True | 2-sharded, local-0.5-1-True | 2-sharded, local-0.0-4-False | "
+    "2-none-0.5-1-True | 2-none-0.0-4-False"
+)
 @two_ranks
-@pytest.mark.pairwise
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
@@ -269,6 +273,7 @@ def test_twenty_steps_of_the_script_equal_the_unsharded_ones(tmp_path, bf16, acc
     assert_replicas_equal(ours.params)
 
 
+@pytest.mark.by_default("2-hook-0.5 | 2-sharded-0.0")
 @two_ranks
 @pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
 @pytest.mark.parametrize("plugin", ["hook", "sharded"])
@@ -279,6 +284,7 @@ def test_cut_tensors_are_clipped_as_the_unsharded_ones(tmp_path, max_grad_norm, 
     assert_as_plain(ours, theirs, plugin, steps=20, rounding=ROUNDING)
 
 
+@pytest.mark.by_default("2-hook-adamw_torch | 2-hook-sgd | 2-hook-eager | 2-sharded-adafactor | 2-sharded-rmsprop")
 @two_ranks
 @pytest.mark.parametrize(
     "options",
@@ -297,6 +303,7 @@ def test_arguments_mean_what_they_mean_to_the_trainer(tmp_path, options, plugin)
     assert_as_plain(ours, theirs, plugin, steps=20)
 
 
+@pytest.mark.by_default("hook-1 | sharded-3")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("plugin", ["hook", "sharded"])
 def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks, plugin):
@@ -319,6 +326,7 @@ def resume(folder: Path, plugin: str) -> None:
     assert_as_plain(ours, theirs, plugin, steps=10, rounding=ROUNDING)
 
 
+@pytest.mark.by_default("2-hook-epoch | 2-sharded-best")
 @two_ranks
 @pytest.mark.parametrize("strategy", ["epoch", "best"])
 @pytest.mark.parametrize("plugin", ["hook", "sharded"])
@@ -419,6 +427,7 @@ class TooLarge(Line):
         return super().forward(x, labels)
 
 
+@pytest.mark.by_default("2-hook-TooLarge-options0 | 2-sharded-Line-options1 | 2-sharded, local-Line-options2")
 @two_ranks
 @pytest.mark.parametrize(
     ("model", "options"),
@@ -450,6 +459,7 @@ def test_features_of_the_trainer_that_change_the_loop(tmp_path, model, options, 
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=rounding)
 
 
+@pytest.mark.by_default("2-hook-no checkpointing | 2-sharded-reentrant | 2-sharded, local-not reentrant")
 @two_ranks
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["no checkpointing", "reentrant", "not reentrant"])
 @pytest.mark.parametrize("plugin", PLUGINS)

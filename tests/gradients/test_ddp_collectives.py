@@ -45,7 +45,10 @@ PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-20-views-whole-reduce_to_owner_hook | 2-20-views-whole-hook_with_zero_step_interleaved | "
+    "3-20-copies-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -56,12 +59,16 @@ def test_parity(hook: str, partition: str, views: bool, last: int) -> None:
     train(CollectiveTwins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}), last=last)
 
 
+@pytest.mark.by_default("1-reduce_to_owner_hook | 1-hook_with_zero_step_interleaved | 3-hook_with_zero_step")
 @pytest.mark.ranks(1, 3, backend="gloo")
 @EVERY_HOOK
 def test_one_rank_and_more_ranks_than_tensors(hook: str) -> None:
     train(CollectiveTwins(hook, model=lambda: nn.Sequential(nn.Linear(40, 2))), last=4)
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -75,6 +82,9 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 1000), nn.Linear(1000, 300), nn.LayerNorm(300))
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -82,7 +92,7 @@ def test_large_and_small_tensors(hook: str, partition: str) -> None:
     train(CollectiveTwins(hook, model=large, partition=partition, ddp={"bucket_cap_mb": 1}), last=4)
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default("2-reduce_to_owner_hook | 2-hook_with_zero_step | 2-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 def test_buckets_and_parameters_that_travel_in_chunks(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +116,9 @@ def test_gradients_that_wait_for_a_step_stay_when_parameters_are_laid_out_again(
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-views-reduce_to_owner_hook | 2-views-hook_with_zero_step_interleaved | 3-copies-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @VIEWS
@@ -124,7 +137,9 @@ def test_no_sync_accumulates_and_moves_nothing(hook: str, views: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 3-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -144,6 +159,9 @@ def test_parameters_that_some_or_all_ranks_do_not_use(rank: int, hook: str, part
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-views-reduce_to_owner_hook | 2-views-hook_with_zero_step_interleaved | 2-copies-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @VIEWS
@@ -155,6 +173,7 @@ def test_static_graph(hook: str, views: bool) -> None:
     train(twins, lambda ddp, inputs: ddp(inputs, 1).square().mean(), last=4)
 
 
+@pytest.mark.by_default("2-fp16-hook_with_zero_step | 3-wrapper-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @STEPPING_HOOKS
 @pytest.mark.parametrize("inner", [fp16_compress_hook, wrapped], ids=["fp16", "wrapper"])
@@ -185,6 +204,9 @@ def test_a_hook_that_returns_another_tensor(hook: str) -> None:
     train(CollectiveTwins(hook, inner=doubled), last=4)
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -239,6 +261,7 @@ def test_models_and_groups_that_change(hook: str) -> None:
         assert torch.equal(extra[0], extra[1])
 
 
+@pytest.mark.by_default("4-reduce_to_owner_hook")
 @pytest.mark.ranks(4, backend="gloo")
 @pytest.mark.parametrize("hook", [HOOKS[0], *(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[1:])])
 def test_subgroups(rank: int, hook: str) -> None:
@@ -246,6 +269,9 @@ def test_subgroups(rank: int, hook: str) -> None:
     train(CollectiveTwins(hook, process_group=halves[rank % 2]), last=4)
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 3-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -339,6 +365,9 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         twins.optimizer.step()
 
 
+@pytest.mark.by_default(
+    "3-whole-reduce_to_owner_hook | 3-whole-hook_with_zero_step_interleaved | 3-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -369,6 +398,7 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order_from_one_thread(
     twins.check("after it all")
 
 
+@pytest.mark.by_default("2-False-whole | 2-True-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("finds_unused", [False, True])
@@ -387,6 +417,7 @@ def test_interleaved_broadcasts_come_before_the_last_reduction_where_all_paramet
     twins.check("after it all")
 
 
+@pytest.mark.by_default("3-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(3, backend="gloo", timeout=120)
 @pytest.mark.parametrize(
     "hook", [*(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[:-1]), HOOKS[-1]]
@@ -412,6 +443,10 @@ class Fallible(optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.by_default(
+    "3-lr-reduce_to_owner_hook | 3-members-hook_with_zero_step | 3-fails-hook_with_zero_step_interleaved | "
+    "3-alone-reduce_to_owner_hook"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("problem", ["lr", "members", "fails", "alone"])
@@ -574,6 +609,9 @@ def test_a_rank_that_skips_step(rank: int) -> None:
 # ---------------------------------------------------------------------- one rank of a large world
 
 
+@pytest.mark.by_default(
+    "64-whole-reduce_to_owner_hook | 64-whole-hook_with_zero_step_interleaved | 64-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(64, backend="fake", fake_rank=5)
 @EVERY_HOOK
 @PARTITIONS
@@ -623,6 +661,9 @@ class StubConnections:
         return rounds.combine_in_rounds(self.channel, numbers, tag, operation, traffic, lost)
 
 
+@pytest.mark.by_default(
+    "8-reduce_to_owner_hook | 64-hook_with_zero_step | 512-hook_with_zero_step_interleaved | 1024-reduce_to_owner_hook"
+)
 @pytest.mark.ranks(8, 64, 512, 1024, backend="fake")
 @EVERY_HOOK
 def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(

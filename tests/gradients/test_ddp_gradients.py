@@ -32,6 +32,9 @@ def owner(partition: str = "whole", *, views: bool = True, exact: bool = True) -
     return Twins("reduce_to_owner_hook", partition=partition, ddp={"gradient_as_bucket_view": views}, exact=exact)
 
 
+@pytest.mark.by_default(
+    "2-views-reduce_to_owner_hook | 2-views-hook_with_zero_step_interleaved | 3-copies-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @VIEWS
@@ -50,6 +53,7 @@ def test_no_sync_accumulates_and_sends_nothing(hook: str, views: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default("2-under no_sync-views | 2-synchronized-copies")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize("local", [True, False], ids=["under no_sync", "synchronized"])
@@ -90,6 +94,7 @@ class Backwards(nn.Module):
         return inputs
 
 
+@pytest.mark.by_default("2-discarded-views-whole | 3-stepped-copies-split")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -213,6 +218,7 @@ def test_gradients_are_not_copied_between_forward_and_backward() -> None:
     loss.backward()
 
 
+@pytest.mark.by_default("2-optimizer-views | 2-model-copies | 2-to zero-views")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize("discard", ["optimizer", "model", "to zero"])
@@ -232,6 +238,7 @@ def test_gradients_can_be_discarded(views: bool, discard: str) -> None:
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default("2-optimizer-whole-views | 2-model-split-copies | 2-to zero-whole-views")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 @PARTITIONS
@@ -312,7 +319,7 @@ def test_gradients_that_were_never_reduced_are_not_stepped(hook: str) -> None:
 # ---------------------------------------------------------------------- clipping
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-2.0-whole | 2-inf-whole | 3-1.0-split")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
@@ -417,6 +424,9 @@ def test_a_closure_is_called_once_before_the_step() -> None:
 # ---------------------------------------------------------------------- autograd
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -474,6 +484,10 @@ class Checkpointed(nn.Module):
         return hidden
 
 
+@pytest.mark.by_default(
+    "2-tied-whole-reduce_to_owner_hook | 2-reentrant-split-hook_with_zero_step | "
+    "2-non-reentrant-whole-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @PARTITIONS
@@ -553,6 +567,10 @@ def convolution() -> nn.Module:
     )
 
 
+@pytest.mark.by_default(
+    "1-whole-views-reduce_to_owner_hook | 1-whole-views-hook_with_zero_step_interleaved | "
+    "2-split-copies-hook_with_zero_step"
+)
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @EVERY_HOOK
 @VIEWS
@@ -569,6 +587,9 @@ def test_other_memory_formats(hook: str, partition: str, views: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-views-reduce_to_owner_hook | 2-views-hook_with_zero_step_interleaved | 2-copies-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @VIEWS
@@ -592,6 +613,7 @@ class Halves(nn.Module):
         return sum(self.halves[number](inputs) for number in chosen)
 
 
+@pytest.mark.by_default("2-whole-views | 3-split-copies")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @VIEWS
 @PARTITIONS
@@ -621,10 +643,18 @@ def zero_what_is_used(model: nn.Module, unused: int) -> None:
             param.grad = None
 
 
+@pytest.mark.by_default(
+    "2-unused--whole-views-reduce_to_owner_hook | 2-unused--split-views-reduce_to_owner_hook | "
+    "2-unused--split-views-hook_with_zero_step | 2-unused--level-copies-hook_with_zero_step_interleaved | "
+    "2-unused-master weights-whole-copies-hook_with_zero_step | 2-frozen--level-views-hook_with_zero_step | "
+    "2-frozen-master weights-whole-views-hook_with_zero_step_interleaved | "
+    "2-frozen-master weights-split-copies-hook_with_zero_step | "
+    "2-frozen-master weights-split-copies-hook_with_zero_step_interleaved | "
+    "2-frozen-master weights-level-copies-reduce_to_owner_hook"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @VIEWS
-@pytest.mark.pairwise
 @pytest.mark.parametrize("partition", ["whole", "split", "level"])
 @pytest.mark.parametrize("masters", [False, True], ids=["", "master weights"])
 @pytest.mark.parametrize("without", ["unused", "frozen"])
@@ -665,8 +695,12 @@ def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.by_default(
+    "2-unused---whole | 2-unused---split | 2-unused--bucket view-level | 2-unused-master weights--whole | "
+    "2-frozen--bucket view-split | 2-frozen-master weights--level | 2-frozen-master weights-bucket view-whole | "
+    "2-frozen-master weights-bucket view-split"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.pairwise
 @pytest.mark.parametrize("partition", ["whole", "split", "level"])
 @pytest.mark.parametrize("in_buffer", [False, True], ids=["", "bucket view"])
 @pytest.mark.parametrize("masters", [False, True], ids=["", "master weights"])

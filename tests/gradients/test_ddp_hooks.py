@@ -26,7 +26,10 @@ STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 """Iterations after which parameters are compared: around DDP's rebuild of its buckets, and after many."""
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-views-whole-reduce_to_owner_hook | 2-views-whole-hook_with_zero_step_interleaved | "
+    "3-copies-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -35,6 +38,9 @@ def test_parity(hook: str, partition: str, views: bool) -> None:
     train(Twins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 3-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -47,6 +53,9 @@ def test_gradients_of_a_small_model_are_added_up_without_a_thread(
     assert not twins.optimizer.follow_backward(STEPPING[hook]).buckets.transport.uses_thread
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 3-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -54,6 +63,7 @@ def test_parameters_in_flat_buffers(hook: str, partition: str) -> None:
     train(Twins(hook, partition=partition, parameters_as_bucket_view=True), last=5)
 
 
+@pytest.mark.by_default("2-step()-hook_with_zero_step | 2-hooks alone-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @STEPPING_HOOKS
 @pytest.mark.parametrize("steps", [True, False], ids=["step()", "hooks alone"])
@@ -67,12 +77,22 @@ def test_state_is_empty_on_no_rank_after_a_step(rank: int, hook: str, steps: boo
     assert bool(twins.optimizer.optim.state) == (rank == 0)
 
 
+@pytest.mark.by_default("1-reduce_to_owner_hook | 1-hook_with_zero_step_interleaved | 5-hook_with_zero_step")
 @pytest.mark.ranks(1, 5, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_one_rank_and_more_ranks_than_tensors(hook: str) -> None:
     train(Twins(hook, model=lambda: nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))), last=4)
 
 
+@pytest.mark.by_default(
+    "2-reduce_to_owner_hook-ASGD | 2-hook_with_zero_step-Adadelta | "
+    "2-hook_with_zero_step_interleaved-Adafactor | 2-reduce_to_owner_hook-Adagrad | 2-hook_with_zero_step-Adam | "
+    "2-hook_with_zero_step_interleaved-Adam-amsgrad | 2-reduce_to_owner_hook-AdamW | "
+    "2-hook_with_zero_step-AdamW-foreach | 2-hook_with_zero_step_interleaved-AdamW-fused | "
+    "2-reduce_to_owner_hook-Adamax | 2-hook_with_zero_step-NAdam | 2-hook_with_zero_step_interleaved-RAdam | "
+    "2-reduce_to_owner_hook-RMSprop | 2-hook_with_zero_step-Rprop | 2-hook_with_zero_step_interleaved-SGD | "
+    "2-reduce_to_owner_hook-SGD-momentum"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("hook", "name"),
@@ -124,6 +144,9 @@ def test_an_optimizer_that_wraps_another(hook: str) -> None:
     train(Twins(hook, optimizer=Wrapping), last=6)
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -139,6 +162,9 @@ def bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return bf16_compress_hook(state, bucket)
 
 
+@pytest.mark.by_default(
+    "2-fp16-hook_with_zero_step | 2-wrapper-hook_with_zero_step | 3-bf16-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @STEPPING_HOOKS
 @pytest.mark.parametrize("inner", [fp16_compress_hook, bfloat16, wrapped], ids=["fp16", "bf16", "wrapper"])
@@ -170,7 +196,9 @@ def test_a_hook_that_returns_another_tensor(hook: str) -> None:
     train(Twins(hook, inner=doubled), last=4)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 3-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -213,7 +241,10 @@ def test_subgroups(rank: int, hook: str) -> None:
     train(Twins(hook, process_group=halves[rank % 2]), last=4)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-views-whole-reduce_to_owner_hook | 2-views-whole-hook_with_zero_step_interleaved | "
+    "3-copies-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -235,6 +266,9 @@ def test_parameters_that_some_or_all_ranks_do_not_use(rank: int, hook: str, part
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-views-reduce_to_owner_hook | 2-views-hook_with_zero_step_interleaved | 2-copies-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
@@ -273,6 +307,9 @@ def test_frozen_parameters_and_a_group_added_later(hook: str) -> None:
         assert torch.equal(extra[0], extra[1])
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -315,6 +352,10 @@ def test_model_converted_between_steps(hook: str) -> None:
         twins.check(f"after iteration {number}")
 
 
+@pytest.mark.by_default(
+    "2-before the forward-reduce_to_owner_hook | 2-before the backward-hook_with_zero_step | "
+    "2-after the backward-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("when", ["before the forward", "before the backward", "after the backward"])
@@ -361,6 +402,9 @@ def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int) -> None:
     assert 2 * parameters * (world_size - 1) <= everyone.item() <= 1.01 * 2 * parameters * (world_size - 1)
 
 
+@pytest.mark.by_default(
+    "2-True-reduce_to_owner_hook | 2-True-hook_with_zero_step_interleaved | 2-False-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("static", [True, False])

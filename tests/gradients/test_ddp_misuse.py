@@ -44,6 +44,9 @@ def half_of(rank: int, world_size: int) -> dist.ProcessGroup:
 # ---------------------------------------------------------------------- which ranks
 
 
+@pytest.mark.by_default(
+    "2-optimizer-reduce_to_owner_hook | 2-second model-hook_with_zero_step_interleaved | 4-model-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 4, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("narrow", ["optimizer", "model", "second model"])
@@ -91,6 +94,9 @@ def change_the_rate(twins: Twins, *, wrong: bool) -> None:
         twins.optimizer.param_groups[0]["lr"] *= 0.5
 
 
+@pytest.mark.by_default(
+    "2-skip_a_step-on all ranks-hook_with_zero_step | 2-change_the_rate-on rank 1-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
 @WHERE
@@ -133,6 +139,12 @@ TOO_LATE: dict[str, Callable[[Twins], object]] = {
 }
 
 
+@pytest.mark.by_default(
+    "1-a second step()-at first-hook_with_zero_step | 1-a gradient to zero-at first-hook_with_zero_step | "
+    "1-zero_grad() to zeros-at first-hook_with_zero_step | "
+    "2-a gradient to None-later-hook_with_zero_step_interleaved | "
+    "2-zero_grad()-later-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(1, 2, backend="gloo")
 @STEPPING_HOOKS
 @pytest.mark.parametrize("iterations", [0, 2], ids=["at first", "later"])
@@ -165,6 +177,9 @@ def test_a_learning_rate_in_a_tensor_that_changes_after_the_backward(hook: str) 
         twins.optimizer.step()
 
 
+@pytest.mark.by_default(
+    "2-True-before the backward-hook_with_zero_step | 2-False-after the step-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
 @pytest.mark.parametrize("when", ["before the backward", "after the step"])
@@ -219,6 +234,7 @@ def test_what_a_scheduler_changes_after_step_is_right(hook: str) -> None:
 # ---------------------------------------------------------------------- gradients that are not what was reduced
 
 
+@pytest.mark.by_default("2-assigned-on all ranks | 2-made under no_sync()-on rank 1")
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("how", ["assigned", "made under no_sync()"])
@@ -288,6 +304,10 @@ class Growing(nn.Module):
         return self.body(inputs) + (self.head(inputs) if self.uses_head else 0.0)
 
 
+@pytest.mark.by_default(
+    "2-on all ranks-reduce_to_owner_hook | 2-on all ranks-hook_with_zero_step_interleaved | "
+    "2-on rank 1-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @WHERE
@@ -335,6 +355,11 @@ def test_a_parameter_that_ddp_ignores(hook: str) -> None:
     assert not torch.equal(model.head.weight, before)
 
 
+@pytest.mark.by_default(
+    "2-from the start-by torch's function-reduce_to_owner_hook | "
+    "2-from the start-by torch's function-hook_with_zero_step_interleaved | "
+    "3-added later-by an attribute of the module-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("listed", ["by torch's function", "by an attribute of the module"])
@@ -403,6 +428,9 @@ INNER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-in place-hook_with_zero_step | 2-fp16-hook_with_zero_step_interleaved | 2-PowerSGD-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
 @pytest.mark.parametrize("name", INNER)
@@ -431,6 +459,10 @@ class Layers(nn.Module):
         return inputs
 
 
+@pytest.mark.by_default(
+    "2-unused-0-reduce_to_owner_hook | 2-unused later-2-hook_with_zero_step | "
+    "2-frozen later-0-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("place", [0, 2])
@@ -533,6 +565,9 @@ class CompiledTwins(Twins):
 
 
 # Compiling takes long where others compute too.
+@pytest.mark.by_default(
+    "2-whole step-reduce_to_owner_hook | 2-model-hook_with_zero_step | 2-DDP-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
 @pytest.mark.parametrize(
     ("what", "hook"),

@@ -95,6 +95,10 @@ class Thawed(Twins):
         super().register(*args)
 
 
+@pytest.mark.by_default(
+    "2-whole-params-reduce_to_owner_hook | 2-whole-params-hook_with_zero_step_interleaved | "
+    "2-split-views-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("views", [False, True], ids=["params", "views"])

@@ -45,6 +45,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, partition: str = "
     torch.testing.assert_close(actual, expected, rtol=rounding, atol=0, equal_nan=True)
 
 
+@pytest.mark.by_default("1-None-whole | 1-False-whole | 2-True-split")
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @PARTITIONS
 @FOREACH
@@ -74,6 +75,7 @@ def test_every_rank_has_the_same_bits(partition: str, world_size: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.by_default("2-None-whole | 2-True-split | 2-False-whole")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @FOREACH
@@ -149,6 +151,7 @@ def test_one_rank_alone_may_ask(rank: int) -> None:
     twins.check("after asking")
 
 
+@pytest.mark.by_default("2-nan-whole | 2-inf-split | 2--inf-whole")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
@@ -185,6 +188,7 @@ class Mixed(nn.Module):
         return self.last(self.frozen(self.first(inputs).float())).square().mean() * self.gain + self.empty.sum()
 
 
+@pytest.mark.by_default("2-clip_by_norm-whole | 2-<lambda>-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("clip", [clip_by_norm, lambda params: nn.utils.clip_grad_value_(params, 1e-3)])
@@ -291,6 +295,7 @@ def test_other_factors_on_ranks_are_an_error(rank: int) -> None:
         twins.optimizer.step()
 
 
+@pytest.mark.by_default("2-set to None-whole | 2-zero_()-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("done", ["set to None", "zero_()"])
@@ -315,6 +320,7 @@ def test_a_gradient_that_one_rank_drops_or_zeroes_is_an_error(rank: int, partiti
     twins.check("after the step")
 
 
+@pytest.mark.by_default("2-unscaled-whole | 2-stepped-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("clips", [True, False], ids=["unscaled", "stepped"])
@@ -374,6 +380,7 @@ def test_without_norms_torchs_clipping_is_refused_and_ours_is_not() -> None:
     optimizer.step()
 
 
+@pytest.mark.by_default("2-2-on all ranks | 2-(2, inf)-on rank 1 | 2-None-on all ranks")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("where", [(0, 1), (1,)], ids=["on all ranks", "on rank 1"])
 @pytest.mark.parametrize("norms", [2, (2, INF), None], ids=str)
@@ -414,6 +421,9 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, to
 """Thousands of roundings in the dtype in which torch adds up; in half precision, that of the result."""
 
 
+@pytest.mark.by_default(
+    "1-torch.float64-whole | 1-torch.float16-split | 2-torch.float32-split | 4-torch.bfloat16-whole"
+)
 @pytest.mark.ranks(1, 2, 4, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -430,6 +440,7 @@ def test_norms_are_those_in_float64_but_for_roundings(partition: str, dtype: tor
         torch.testing.assert_close(grad.norm().double(), expected, rtol=rounding, atol=0)
 
 
+@pytest.mark.by_default("1-inf-whole | 1-nan-whole | 2--inf-split | 2-0.0-split")
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("special", [INF, -INF, math.nan, 0.0])

@@ -66,6 +66,7 @@ IDIOMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.by_default("1-small_model-False-whole | 1-small_model-False-level | 2-convolution-True-split")
 @pytest.mark.usefixtures("tensors_on_the_device")
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @PARTITIONS
@@ -180,6 +181,10 @@ def test_changes_of_a_flattened_gradient_are_refused() -> None:
 # ---------------------------------------------------------------------- what is assigned
 
 
+@pytest.mark.by_default(
+    "2-reduce_to_owner_hook-on all ranks-False-whole | 2-hook_with_zero_step-on rank 1-True-split | "
+    "2-hook_with_zero_step_interleaved-on all ranks-False-level"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @VIEWS
@@ -228,6 +233,7 @@ class BareTwins(Twins):
         self.ddp.register_comm_hook(self.optimizer, reduce_to_owner_hook)
 
 
+@pytest.mark.by_default("1-False-False-whole | 1-False-False-level | 2-True-True-split")
 @pytest.mark.ranks(1, 2, backend="gloo")
 @PARTITIONS
 @VIEWS
@@ -264,6 +270,10 @@ def test_a_model_is_wrapped_again_or_shared_only_after_zero_grad(how: str) -> No
     COPIES[how](twins)
 
 
+@pytest.mark.by_default(
+    "2-{}-whole-reduce_to_owner_hook | 2-{'gradient_as_bucket_view': False}-split-hook_with_zero_step | "
+    "2-{'static_graph': True}-level-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -282,6 +292,10 @@ def test_a_forward_between_a_backward_and_its_step(hook: str, partition: str, ar
 # ---------------------------------------------------------------------- groups that are added
 
 
+@pytest.mark.by_default(
+    "2-on all ranks-reduce_to_owner_hook | 2-on all ranks-hook_with_zero_step_interleaved | "
+    "2-on rank 1-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @WHERE
@@ -319,6 +333,10 @@ def test_a_group_of_parameters_that_ddp_does_not_reduce(rank: int, hook: str, wh
     assert_replicas_equal(model.parameters())
 
 
+@pytest.mark.by_default(
+    "1-False-whole-reduce_to_owner_hook | 1-False-level-hook_with_zero_step_interleaved | "
+    "2-True-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(1, 2, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS

@@ -46,6 +46,7 @@ def train(kind: type[Plain], partition: str, options: str, iterations: int = 4) 
     return training
 
 
+@pytest.mark.by_default("2-messages-0 | 2-reads-2 | 3-messages in turn-1 | 3-collectives-3")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)

@@ -77,6 +77,7 @@ def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, rank: int, numbe
 # ---------------------------------------------------------------------- half precision
 
 
+@pytest.mark.by_default("2-False-whole | 2-False-level | 3-True-split")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("views", [False, True])
@@ -137,6 +138,7 @@ def straight(numbers: int) -> tuple[nn.Module, optim.Optimizer]:
 SIZES = (2, 3, 1, 2)
 
 
+@pytest.mark.by_default("3-sharded-whole | 3-sharded-level | 3-plain-split")
 @pytest.mark.ranks(3, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("begin", ["sharded", "plain"])
@@ -170,6 +172,7 @@ def test_one_run_that_is_resumed_at_many_sizes_and_by_a_plain_optimizer(rank: in
     assert_close(model, straight(numbers + 1)[0], 1e-12, "of a plain optimizer")
 
 
+@pytest.mark.by_default("3-after zero_grad()-whole | 3-before step()-split")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("waits", [False, True], ids=["after zero_grad()", "before step()"])

@@ -385,6 +385,10 @@ class _Fail(torch.autograd.Function):
         raise ZeroDivisionError("in the middle of backward")
 
 
+@pytest.mark.by_default(
+    "3-messages-forward-on all ranks | 3-messages in turn-step-on rank 1 | 3-reads-clip-on all ranks | "
+    "3-collectives-forward-on rank 1"
+)
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages no:collectives no:deadlock")
 @WHERE
 @pytest.mark.parametrize("then", ["forward", "step", "clip"])

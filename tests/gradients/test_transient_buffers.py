@@ -237,8 +237,10 @@ def error_of(training: Training) -> float:
 CPU = torch.device("cpu")
 
 
+@pytest.mark.by_default(
+    "2-whole-packed-messages | 2-whole-packed-reads | 2-split-alone-messages in turn | 2-split-alone-collectives"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.exhaustive_at(3)
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("bucket_mb", [PACKED, ALONE], ids=["packed", "alone"])
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -379,6 +381,14 @@ ERRORS = [
 ]
 
 
+@pytest.mark.by_default(
+    "2-messages-no_close-not waited for-0.03 | 2-messages in turn-no_close-not waited for-1e-05 | "
+    "2-collectives-return_before_close-given back-0.03 | 2-reads-close_before_finish-closed too early-0.03 | "
+    "2-reads-return_at_once-given back-0.03 | 2-reads-hold_no_gradient-freed-1e-05 | "
+    "2-reads-free_before_agreement-freed-0.03 | 2-reads-free_before_agreement-freed-1e-05 | "
+    "2-messages in turn-no_drain-not waited for-0.03 | 2-messages-lend_one-lent-0.03 | "
+    "2-messages-lend_one-written-0.03 | 2-messages in turn-one_more_in_flight--0.03"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     ("name", "error"),
@@ -425,8 +435,8 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SameHostReducer, "add_up", added)
 
 
+@pytest.mark.by_default("2-right | 2-wrong")
 @pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.exhaustive_at(3)
 @pytest.mark.parametrize("is_planted", [False, True], ids=["right", "wrong"])
 def test_a_late_reader_gets_other_numbers_only_if_memory_is_returned_at_once(
     is_planted: bool, monkeypatch: pytest.MonkeyPatch

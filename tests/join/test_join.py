@@ -65,6 +65,9 @@ GAPS: list[Callable[[int], list[int]]] = [
 COMBINATIONS = list(product(PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
 
 
+@pytest.mark.by_default(
+    "2-Adam-small_model-of all-whole | 3-SGD-Branches-of those that run-split | 4-Adam-Normed-of all-whole"
+)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_PARTITION
 @EVERY_MEAN
@@ -87,6 +90,7 @@ def test_every_combination(world_size: int, partition: str, divide: bool, kind: 
         assert uneven.ddp.module.seen == max(uneven.lengths)
 
 
+@pytest.mark.by_default("2-the first runs out first | 2-one has none | 3-the last does")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_ENDING
 def test_clipping_and_schedules(world_size: int, ending: int) -> None:
@@ -107,6 +111,7 @@ def test_on_subgroups(rank: int, partition: str) -> None:
     Uneven(numbers, group=groups[rank % 2], partition=partition, divide=False).check(usual)
 
 
+@pytest.mark.by_default("2-[3, 6]-{'gradient_as_bucket_view': False} | 2-[4, 1]-{'static_graph': True}")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("numbers", [[3, 6], [4, 1]], ids=str)

@@ -129,6 +129,9 @@ def test_ddp_alone(rank: int, module: str) -> None:
     assert_replicas_equal(names["model"].parameters())
 
 
+@pytest.mark.by_default(
+    "2-torch.distributed.optim-torch.distributed.algorithms.join | 2-zeroshard-zeroshard_integrations.join"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_MODULE
 @pytest.mark.parametrize("zero", ["torch.distributed.optim", "zeroshard"])
@@ -158,6 +161,7 @@ def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
     torch.testing.assert_close(list(names["model"].module.parameters()), list(plain.parameters()))
 
 
+@pytest.mark.by_default("2-torch.distributed.algorithms.join | 3-zeroshard_integrations.join")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_MODULE
 def test_the_counter(rank: int, world_size: int, module: str) -> None:

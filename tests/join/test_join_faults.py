@@ -57,6 +57,10 @@ class Struck(nn.Sequential):
 PLACES = ["before the forward", "in the forward", "before backward", "after backward", "before the step", "at the end"]
 
 
+@pytest.mark.by_default(
+    "3-all have data-before the forward | 3-all have data-before backward | 3-all have data-before the step | "
+    "3-rank 0 has run out-in the forward | 3-rank 0 has run out-after backward | 3-rank 0 has run out-at the end"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("numbers", [[4, 4, 4], [2, 4, 4]], ids=["all have data", "rank 0 has run out"])

@@ -183,6 +183,13 @@ def forms_and_endings() -> list[Any]:
     ]
 
 
+@pytest.mark.by_default(
+    "3-to_zero-0 | 3-forwards_of_all_kinds-1 | 3-a_forward_at_the_end-2 | 3-given_up-0 | "
+    "3-weights_that_the_loop_changes-1 | 3-windows-2 | 3-windows_on_zeros-0 | 3-clipped_windows-1 | "
+    "3-steps_left_out-2 | 3-some_are_kept-0 | 3-two_steps-1 | 3-zero_before_the_step-2 | "
+    "3-changed_in_a_window-0 | 3-never_zero-1 | 3-some_are_never_zero-2 | 3-decay_of_gradients-0 | "
+    "3-zeroed_past_autograd-1"
+)
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize(("script", "ending"), forms_and_endings())
 def test_loops_of_every_form(world_size: int, script: Script, ending: int) -> None:
@@ -214,6 +221,7 @@ def test_leaving_between_any_two_calls() -> None:
         Uneven([3, 3], calls=[99, calls] if calls % 2 else [calls, 99], divide=calls % 2 == 0).check(script)
 
 
+@pytest.mark.by_default("2-the first runs out first-of all | 2-one has none-of all | 3-the last does-of those that run")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_MEAN
 @EVERY_ENDING
@@ -263,6 +271,7 @@ def test_arguments_of_steps_and_hyperparameters() -> None:
         assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
 
 
+@pytest.mark.by_default("2-0-the first runs out first-whole | 2-0-one has none-whole | 3-1-the last does-split")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_PARTITION
 @EVERY_ENDING

@@ -111,6 +111,11 @@ LOSSES = [
 ]
 
 
+@pytest.mark.by_default(
+    "2-Smooth-adversarial-the first runs out first | 2-Odd-kept-the last does | "
+    "2-WithIgnored-after_one_of_ignored-one has none | 3-Smooth-with_penalties-the first runs out first | "
+    "3-Odd-of_distribution-the last does"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_ENDING
 @pytest.mark.parametrize(("model", "loss"), LOSSES)
@@ -121,6 +126,7 @@ def test_losses(world_size: int, ending: int, model: Callable[[], nn.Module], lo
 # ---------------------------------------------------------------------- parameters that are unused, frozen, sparse
 
 
+@pytest.mark.by_default("2-the first runs out first-of all | 2-one has none-of all | 3-the last does-of those that run")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_MEAN
 @EVERY_ENDING
@@ -204,6 +210,7 @@ class Checkpointed(nn.Module):
         return result
 
 
+@pytest.mark.by_default("2-[2, 5]-usual-True | 2-[6, 3]-windows-False")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("script", [usual, windows(2)], ids=["usual", "windows"])

@@ -140,6 +140,7 @@ def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, least: int) 
 # ---------------------------------------------------------------------- different calls
 
 
+@pytest.mark.by_default("3-another forward-[4, 4, 4] | 3-another step-[1, 4, 4] | 3-no step-[4, 4, 4]")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("numbers", [[4, 4, 4], [1, 4, 4]], ids=str)
 @pytest.mark.parametrize("kind", ["another forward", "another step", "no step"])
@@ -210,6 +211,7 @@ def test_torchs_join(enable: bool) -> None:
     uneven.check(usual)
 
 
+@pytest.mark.by_default("3-on one rank-[3, 3, 3] | 3-on one rank-[0, 3, 3] | 3-on all-[1, 3, 3]")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("numbers", [[3, 3, 3], [1, 3, 3], [0, 3, 3]], ids=str)
 @pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all"])
@@ -234,6 +236,9 @@ def test_a_hook_that_is_registered_in_the_block() -> None:
     uneven.check(usual)
 
 
+@pytest.mark.by_default(
+    "2-[2, 2]-reduce_to_owner_hook | 2-[0, 2]-hook_with_zero_step | 2-[2, 0]-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("numbers", [[2, 2], [0, 2], [2, 0]], ids=str)

@@ -145,6 +145,13 @@ def changed_weights(training: Training, numbers: Sequence[int], backward: Backwa
 LOOPS = [plain, clipped, clipped_by_the_optimizer, accumulated, scaled, changed_weights]
 
 
+@pytest.mark.by_default(
+    "2-of all-even-plain-whole | 2-of all-even-scaled-split | "
+    "2-of all-rank 0 is first-clipped_by_the_optimizer-level | "
+    "3-of those that run-rank 0 is last-clipped-split | "
+    "3-of those that run-rank 0 is last-changed_weights-level | "
+    "3-of those that run-rank 0 has none-accumulated-whole"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split", "level"])
 @pytest.mark.parametrize("loop", LOOPS)

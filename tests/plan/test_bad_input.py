@@ -97,6 +97,14 @@ BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-None-on all ranks | 2-numbers-on rank 1 | 2-text-on all ranks | 2-a tensor among dicts-on rank 1 | "
+    "2-a name without its tensor-on all ranks | 2-names for some-on rank 1 | "
+    "2-an exhausted generator-on all ranks | 2-a generator that raises-on rank 1 | 2-a set-on all ranks | "
+    "2-a set in a group-on rank 1 | 2-a number for a group's params-on all ranks | "
+    "2-a tensor in two groups-on rank 1 | 2-on the meta device-on all ranks | "
+    "2-a tensor that is no leaf-on rank 1"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("name", BAD_PARAMS)
@@ -135,6 +143,11 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "3-learning rate-on all ranks | 3-unknown argument-on rank 1 | 3-exclusive arguments-on all ranks | "
+    "3-LBFGS-on rank 1 | 3-no optimizer-on all ranks | 3-partition-on rank 1 | "
+    "3-partition of no kind-on all ranks | 3-cost-on rank 1 | 3-cuts-on all ranks"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("name", BAD_SETTINGS)
@@ -260,6 +273,16 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-state is a list-whole-on all ranks | 2-state of a tensor is a list-split-on rank 1 | "
+    "2-no groups-whole-on all ranks | 2-a group is text-split-on rank 1 | "
+    "2-a group without params-whole-on all ranks | 2-params is a number-split-on rank 1 | "
+    "2-a parameter twice-whole-on all ranks | 2-a parameter too many-split-on rank 1 | "
+    "2-None for a tensor-whole-on all ranks | 2-None for a number-split-on rank 1 | "
+    "2-text keys, as in JSON-whole-on all ranks | 2-one text key-split-on rank 1 | "
+    "2-names for numbers-whole-on all ranks | 2-no values-split-on rank 1 | "
+    "2-a number without a value-whole-on all ranks | 2-text for a number-split-on rank 1"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -299,6 +322,10 @@ NOT_ELEMENTWISE: dict[str, tuple[type[optim.Optimizer], Damage, str]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-Adafactor, missing-on all ranks | 2-Adafactor, extra-on rank 1 | 2-Adafactor, misshapen-on all ranks | "
+    "2-Muon, misshapen-on rank 1 | 2-Muon, missing-on all ranks"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
@@ -389,6 +416,10 @@ def test_a_class_that_fails_in_the_middle_of_a_load_on_one_rank(rank: int) -> No
     run.assert_goes_on()
 
 
+@pytest.mark.by_default(
+    "3--1-on all ranks | 3-3-on rank 1 | 3-1.0-on all ranks | 3-0-on rank 1 | 3-None-on all ranks | "
+    "3-True-on rank 1 | 3-to6-on all ranks"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("to", [-1, 3, 1.0, "0", None, True, torch.tensor([0, 1])])
@@ -440,6 +471,10 @@ CALLS: dict[str, Callable[[Run], None]] = {
 }
 
 
+@pytest.mark.by_default(
+    "2-add_param_group-consolidate_state_dict | 2-add_param_group-load_state_dict | "
+    "2-consolidate_state_dict-add_param_group | 2-load_state_dict-add_param_group"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(("first", "second"), [(a, b) for a in CALLS for b in CALLS if a != b])
 def test_calls_that_differ_are_named(rank: int, first: str, second: str) -> None:
@@ -450,6 +485,7 @@ def test_calls_that_differ_are_named(rank: int, first: str, second: str) -> None
     run.assert_goes_on()
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @VIEWS

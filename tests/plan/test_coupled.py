@@ -32,6 +32,7 @@ class Clipping(optim.SGD):
 Clipping.__module__, Clipping.__qualname__ = "pytorch_optimizer.optimizer.adan", "Adan"
 
 
+@pytest.mark.by_default("3-everywhere-argument | 3-everywhere-function | 3-on rank 1-partial | 3-on rank 1-group")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize(
     ("factory", "group", "defaults"),

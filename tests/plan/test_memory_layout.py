@@ -105,6 +105,13 @@ def refused(name: str, *, unusual: bool) -> nn.ParameterList:
     return module(REFUSED[name][0 if unusual else 1]())
 
 
+@pytest.mark.by_default(
+    "2-gaps-params-whole-on all ranks | 2-columns in turn-views-split-on rank 1 | "
+    "2-expanded-params-whole-on all ranks | 2-expanded, one element-views-split-on rank 1 | "
+    "2-windows-params-whole-on all ranks | 2-a conjugate view-views-split-on rank 1 | "
+    "2-a negative view-params-whole-on all ranks | 2-rows that two have-views-split-on rank 1 | "
+    "2-sparse-params-whole-on all ranks | 2-a DTensor-views-split-on rank 1"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @PARTITIONS
@@ -126,6 +133,12 @@ def test_what_is_refused_at_construction(
     dist.barrier()
 
 
+@pytest.mark.by_default(
+    "2-gaps-params-on all ranks | 2-columns in turn-params-on rank 1 | 2-expanded-params-on all ranks | "
+    "2-expanded, one element-params-on rank 1 | 2-windows-params-on all ranks | "
+    "2-a conjugate view-params-on rank 1 | 2-a negative view-params-on all ranks | "
+    "2-rows that two have-params-on rank 1 | 2-sparse-params-on all ranks | 2-a DTensor-params-on rank 1"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @REFUSED_VIEWS
@@ -164,6 +177,10 @@ REBOUND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch
 }
 
 
+@pytest.mark.by_default(
+    "2-transposed-params-whole-on all ranks | 2-another shape-params-split-on rank 1 | "
+    "2-narrowed-params-whole-on all ranks | 2-expanded-params-split-on rank 1"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @PARTITIONS
@@ -203,6 +220,10 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     assert_replicas_equal(ours.parameters())
 
 
+@pytest.mark.by_default(
+    "2-reduce_to_owner_hook-on all ranks | 2-hook_with_zero_step-on rank 1 | "
+    "2-hook_with_zero_step_interleaved-on all ranks"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @EVERY_HOOK
@@ -239,6 +260,7 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
 
 
+@pytest.mark.by_default("2-dtype-on all ranks-params-whole | 2-memory format-on rank 1-views-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @VIEWS

@@ -89,6 +89,12 @@ def _eager() -> Iterator[None]:
         yield
 
 
+@pytest.mark.by_default(
+    "3-params-heavyball.AdamW | 3-params-heavyball.SOAP | 3-params-pytorch_optimizer.AdaBelief | "
+    "3-params-pytorch_optimizer.CAME | 3-params-pytorch_optimizer.Lamb | 3-params-pytorch_optimizer.SOAP | "
+    "3-views-heavyball.LaProp | 3-views-pytorch_optimizer.ADOPT | 3-views-pytorch_optimizer.Adan | "
+    "3-views-pytorch_optimizer.LARS | 3-views-pytorch_optimizer.Lion | 3-views-pytorch_optimizer.StableAdamW"
+)
 @pytest.mark.ranks(3, backend="gloo")
 @classes(
     ("heavyball.AdamW", {}),

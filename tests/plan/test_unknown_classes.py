@@ -199,6 +199,7 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_check, "_TRIED", type(optimizer_check._TRIED)())
 
 
+@pytest.mark.by_default("2-full model-0.1 | 2-of a function-1e-05 | 2-Lamb-0.1 | 2-extragradient-1e-05")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("rate", [0.1, 1e-5])
 @pytest.mark.parametrize("kind", COUPLED)

@@ -239,6 +239,11 @@ def test_the_peak_of_sharded_gradients_without_activations(
     assert max(peaks) - before == pytest.approx(here.gradients + here.transient, abs=0.05 * here.total)
 
 
+@pytest.mark.by_default(
+    "2-none-whole-convolutions with buffers | 2-hook_with_zero_step-whole-convolutions with buffers | "
+    "2-sharded-whole-convolutions with buffers | 3-reduce_to_owner_hook-split-LoRA | "
+    "3-hook_with_zero_step_interleaved-split-LoRA"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("model", ["convolutions with buffers", "LoRA"])
 @pytest.mark.parametrize("partition", ["whole", "split"])

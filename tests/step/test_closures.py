@@ -92,6 +92,13 @@ def closure_of(module: nn.Module, optimizer: optim.Optimizer, calls: list[int] |
 TWICE, CHANGED = "called its closure again in one step", "called its closure after it had changed"
 
 
+@pytest.mark.by_default(
+    "2-Extragradient-called its closure again in one step--params-whole-no hook | "
+    "2-EverySecond-called its closure again in one step--params-level-no hook | "
+    "2-SharpnessAware-called its closure after it had changed-masters-views-split-hook | "
+    "2-ThroughData-called its closure after it had changed-masters-views-whole-hook | "
+    "2-KeepingGradients-called its closure after it had changed--params-split-no hook"
+)
 @pytest.mark.ranks(2, backend=["gloo", "emulated"])
 @HOOK
 @PARTITIONS

@@ -36,6 +36,7 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.by_default("2-params-whole | 4-views-split")
 @pytest.mark.ranks(2, 4, backend="gloo")
 @PARTITIONS
 @VIEWS
@@ -62,6 +63,7 @@ def test_state_is_the_plans_share_and_held_once(rank: int, partition: str, as_bu
         assert state_bytes(sharded.optim) <= 1.02 * whole / sharded.world_size
 
 
+@pytest.mark.by_default("2-params-whole | 3-views-split")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @PARTITIONS
 @VIEWS
@@ -131,6 +133,9 @@ def test_one_rank_of_a_large_world_holds_its_share_alone(rank: int, world_size: 
         sharded.consolidate_state_dict()
 
 
+@pytest.mark.by_default(
+    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -198,7 +203,7 @@ def _traced(work: Callable[[], None]) -> int | None:
     return highest - known
 
 
-@pytest.mark.exhaustive_at(5)
+@pytest.mark.by_default("2-none-rounds-sent | 4-reduce_to_owner_hook-ring-read")
 @pytest.mark.ranks(2, 4, 5, backend="gloo")
 @pytest.mark.parametrize("way", ["sent", "read"])
 @pytest.mark.parametrize("most", [0, 16], ids=["rounds", "ring"])

@@ -108,6 +108,9 @@ def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start(rank: int,
         ZeroRedundancyOptimizer(model.named_parameters(), optim.Adam)
 
 
+@pytest.mark.by_default(
+    "2-in place-hook_with_zero_step | 2-replaced-hook_with_zero_step_interleaved | 2-dropped-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", ["hook_with_zero_step", "hook_with_zero_step_interleaved"])
 @pytest.mark.parametrize("how", ["in place", "replaced", "dropped"])
@@ -132,6 +135,7 @@ def test_state_that_was_edited_after_the_backward_that_stepped(rank: int, hook: 
         training.iterate()
 
 
+@pytest.mark.by_default("2-other values | 3-none")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("how", ["other values", "none"])
 def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
@@ -147,7 +151,7 @@ def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
         training.optimizer.step()
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default("2-none | 2-reduce_to_owner_hook")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_a_parameter_that_one_rank_has_frozen(rank: int, hook: str) -> None:
@@ -177,7 +181,7 @@ class Inside:
         monkeypatch.setattr(MessageBroadcaster, "arrive", arriving)
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default("2-none | 2-reduce_to_owner_hook")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +223,10 @@ def test_levels_that_differ(rank: int) -> None:
 # ------------------------------------------------------------------ what is no fault
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default(
+    "2-views-whole-none | 2-views-whole-hook_with_zero_step | 2-params-split-reduce_to_owner_hook | "
+    "2-params-split-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize(
     "hook", ["none", "reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
@@ -332,6 +339,7 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
 # ------------------------------------------------------------------ what is said
 
 
+@pytest.mark.by_default("1-none | 2-reduce_to_owner_hook")
 @pytest.mark.ranks(1, 2, backend="gloo")
 @BOTH
 def test_a_log_after_the_first_step_and_after_changes(
@@ -363,6 +371,7 @@ def test_a_log_after_the_first_step_and_after_changes(
     assert logged() == []
 
 
+@pytest.mark.by_default("1-whole-none | 2-split-reduce_to_owner_hook")
 @pytest.mark.ranks(1, 2, backend="gloo")
 @BOTH
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -399,6 +408,7 @@ def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partiti
     assert str(training.optimizer) == f"ZeroRedundancyOptimizer of {said.to_text()}"
 
 
+@pytest.mark.by_default("2-whole | 3-split")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_a_description_of_sharded_gradients(rank: int, world_size: int, partition: str) -> None:

@@ -47,6 +47,7 @@ weights = [parameter.detach() for parameter in ddp_model.parameters()]
 """
 
 
+@pytest.mark.by_default("2-False | 3-True")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("view", [False, True])
 def test_a_tutorial_script_runs_with_the_import_line_changed(rank: int, view: bool) -> None:
@@ -117,6 +118,7 @@ def test_join_trains_as_the_unsharded_optimizer_does(rank: int, more: int) -> No
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.by_default("2-whole-gradient_as_bucket_view | 2-whole-static_graph | 2-split-find_unused_parameters")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     "options",

@@ -65,6 +65,10 @@ def left(seen: References) -> list[str]:
     return [name for name, reference in seen.items() if reference() is not None]
 
 
+@pytest.mark.by_default(
+    "2-messages-none | 2-messages-hook_with_zero_step_interleaved | 2-collectives-reduce_to_owner_hook | "
+    "2-memory-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", ["none", *HOOKS])
 @pytest.mark.parametrize("by", ["messages", "collectives", "memory"])

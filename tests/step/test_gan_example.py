@@ -72,6 +72,7 @@ def assert_same(sharded: Gan, plain: Gan, when: str) -> None:
         assert_replicas_equal(ours.parameters())
 
 
+@pytest.mark.by_default("2--whole | 2-find_unused_parameters-split")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
 def test_the_example_trains_as_without_sharding(rank: int, partition: str, unused: bool) -> None:

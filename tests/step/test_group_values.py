@@ -55,6 +55,10 @@ def train(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
+@pytest.mark.by_default(
+    "2-False-none-whole | 2-False-hook_with_zero_step-level | 2-True-reduce_to_owner_hook-split | "
+    "2-True-hook_with_zero_step_interleaved-whole"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> str:
     return ""
 
 
+@pytest.mark.by_default(
+    "2-ASGD-foreach | 2-Adadelta-fused | 2-Adagrad-maximize | 2-Adam-capturable | 2-AdamW-foreach | "
+    "2-Adamax-fused | 2-NAdam-maximize | 2-RAdam-capturable | 2-RMSprop-foreach | 2-Rprop-fused | "
+    "2-SGD-maximize | 2-Adafactor-capturable | 2-Muon-foreach"
+)
 @on_all_devices()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 @pytest.mark.parametrize("name", CLASSES)
@@ -100,6 +105,7 @@ def test_differentiable_is_refused_by_name(by_group: bool) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.by_default("2-whole-gloo-all | 2-split-nccl-one")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("captures", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize(("partition", "backend"), [("whole", "gloo"), ("split", "nccl")])

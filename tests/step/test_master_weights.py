@@ -85,7 +85,9 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int], *, none: int =
         optimizer.step()
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default(
+    "2-AdamW-params-whole | 2-SGD-views-split | 2-SGD-momentum-params-whole | 2-Adafactor-views-split"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
@@ -163,6 +165,10 @@ class Training:
         self.optimizer.step()
 
 
+@pytest.mark.by_default(
+    "2-none-whole | 2-reduce_to_owner_hook-split | 2-hook_with_zero_step-whole | "
+    "2-hook_with_zero_step_interleaved-split"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("hook", ["none", *HOOKS])
@@ -245,6 +251,7 @@ def load(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.Pro
     model.load_state_dict(found["model"])
 
 
+@pytest.mark.by_default("3-dcp-whole | 3-consolidated-split")
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("way", ["dcp", "consolidated"])
@@ -374,6 +381,10 @@ def normalized(values: torch.Tensor) -> None:
         values.div_(values.norm(dim=1, keepdim=True))
 
 
+@pytest.mark.by_default(
+    "2-clipped-none-whole-params | 2-clipped-hook_with_zero_step-level-params | "
+    "2-normalized-reduce_to_owner_hook-split-views | 2-normalized-hook_with_zero_step_interleaved-whole-views"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("partition", ["whole", "split", "level"])

@@ -36,6 +36,10 @@ def with_attributes(module: nn.Module) -> list[nn.Parameter]:
     return params
 
 
+@pytest.mark.by_default(
+    "2-no views-whole-reduce_to_owner_hook | 2-no views-whole-hook_with_zero_step_interleaved | "
+    "2-views-split-hook_with_zero_step"
+)
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
@@ -50,6 +54,7 @@ def test_attributes_of_parameters(hook: str, partition: str, views: bool) -> Non
     twins.check("with a rate for each parameter")
 
 
+@pytest.mark.by_default("2--whole | 2-master weights-split")
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("masters", [False, True], ids=["", "master weights"])
@@ -188,6 +193,7 @@ class Curved(optim.SGD):
                     param.sub_(param.grad / (1 + self.state[param]["hessian"]), alpha=group["lr"])
 
 
+@pytest.mark.by_default("2-whole-no hook | 2-split-reduce_to_owner_hook")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", ["no hook", "reduce_to_owner_hook"])
 @PARTITIONS
@@ -217,6 +223,7 @@ def test_methods_between_backward_and_step(rank: int, hook: str, partition: str)
     assert len(optimizer.param_groups[0]["params"]) == seen
 
 
+@pytest.mark.by_default("2-whole-no hook | 2-whole-hook_with_zero_step_interleaved | 2-split-reduce_to_owner_hook")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", ["no hook", "reduce_to_owner_hook", "hook_with_zero_step_interleaved"])
 @PARTITIONS
@@ -258,6 +265,7 @@ class Counting(optim.SGD):
                     )
 
 
+@pytest.mark.by_default("2-whole-reduce_to_owner_hook | 2-split-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", ["reduce_to_owner_hook", "hook_with_zero_step_interleaved"])
 @PARTITIONS

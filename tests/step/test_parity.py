@@ -43,7 +43,12 @@ def check_parity(optimizer_class: type[optim.Optimizer], settings: dict[str, Any
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-ASGD-params | 2-Adafactor-params | 2-Adam-params | 2-AdamW-params | 2-AdamW-fused-params | "
+    "2-NAdam-params | 2-RMSprop-params | 2-SGD-params | 3-Adadelta-views | 3-Adagrad-views | "
+    "3-Adam-amsgrad-views | 3-AdamW-foreach-views | 3-Adamax-views | 3-RAdam-views | 3-Rprop-views | "
+    "3-SGD-momentum-views"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
@@ -52,7 +57,11 @@ def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     check_parity(optimizer_class, settings, rank, parameters_as_bucket_view=as_bucket_view)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-ASGD-params | 2-Adagrad-params | 2-Adam-amsgrad-params | 2-AdamW-foreach-params | 2-Adamax-params | "
+    "2-RAdam-params | 2-Rprop-params | 2-SGD-momentum-params | 3-Adadelta-views | 3-Adam-views | 3-AdamW-views | "
+    "3-AdamW-fused-views | 3-NAdam-views | 3-RMSprop-views | 3-SGD-views"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
@@ -61,7 +70,7 @@ def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     check_parity(optimizer_class, settings, rank, partition="split", parameters_as_bucket_view=as_bucket_view)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_muon_on_matrices(as_bucket_view: bool) -> None:
@@ -81,7 +90,7 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
 
 
 # The emulated device has no sparse tensors.
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-SparseAdam | 2-Adagrad | 3-SGD")
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("optimizer_class", [optim.SparseAdam, optim.SGD, optim.Adagrad])
 def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
@@ -102,6 +111,7 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
+@pytest.mark.by_default("4-params-whole | 4-views-split")
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])

@@ -28,6 +28,7 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
     return sum(tensor.nbytes for entries in optimizer.state.values() for tensor in entries.values())
 
 
+@pytest.mark.by_default("2-whole | 3-split")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_bytes_of_state_here_and_of_all_ranks(rank: int, world_size: int, partition: str) -> None:

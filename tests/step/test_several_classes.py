@@ -40,7 +40,7 @@ def large_language_model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(3000, 24), *list(language_model())[1:])
 
 
-@pytest.mark.exhaustive_at(1, 4)
+@pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(1, 2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_muon_and_adamw(rank: int, as_bucket_view: bool) -> None:
@@ -157,7 +157,9 @@ def test_what_is_refused(rank: int) -> None:
     step_all(model, [optimizer], 0)
 
 
-@pytest.mark.exhaustive_at(1, 3)
+@pytest.mark.by_default(
+    "2-reduce_to_owner_hook-whole | 2-hook_with_zero_step-level | 2-hook_with_zero_step_interleaved-whole"
+)
 @pytest.mark.ranks(1, 2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "level"])
 @pytest.mark.parametrize("hook", HOOKS)

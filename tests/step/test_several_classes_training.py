@@ -159,7 +159,10 @@ def train(sides: Sides, steps: int, *, exact: bool = True, replicated: bool = Fa
     assert not norms or max(norms) > MAX_NORM
 
 
-@pytest.mark.exhaustive_at(3, 4)
+@pytest.mark.by_default(
+    "2-12-whole-none | 2-12-whole-hook_with_zero_step | 2-12-level-reduce_to_owner_hook | "
+    "2-12-level-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_LOOP
 @EVERY_PARTITION
@@ -180,7 +183,10 @@ def test_all_ranks_have_the_same_batches(hook: str) -> None:
     train(Sides(hook, dtype=torch.float64), 50, replicated=True)
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default(
+    "2-torch.float32-12-whole-none | 2-torch.float32-12-whole-hook_with_zero_step | "
+    "3-torch.bfloat16-12-level-reduce_to_owner_hook | 3-torch.bfloat16-12-level-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_LOOP
 @EVERY_PARTITION
@@ -204,6 +210,7 @@ def test_replicas_are_equal_in_other_dtypes(hook: str, partition: str, steps: in
 # ---------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.by_default("3-consolidated-whole | 3-nested-level | 3-flat-whole")
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @EVERY_PARTITION
 @pytest.mark.parametrize("way", ["consolidated", "nested", "flat"])
@@ -300,6 +307,7 @@ def test_schedulers(name: str, rank: int) -> None:
             assert_same_state(part, each.state_dict())
 
 
+@pytest.mark.by_default("2-0-whole-none | 2-2-whole-none | 3-1-level-reduce_to_owner_hook")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", LOOPS[:2])
 @EVERY_PARTITION
@@ -333,6 +341,9 @@ def test_an_infinity_in_one_group_on_one_rank_skips_the_step_of_all(
     assert scales == [2.0**power for power in (10, 11, 10, 10, 11, 11)]
 
 
+@pytest.mark.by_default(
+    "2-none-whole-0 | 2-reduce_to_owner_hook-whole-1 | 2-reduce_to_owner_hook-whole-2 | 2-none-level-0"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("hook", "partition", "group"),
@@ -376,6 +387,7 @@ def test_uneven_inputs(rank: int, partition: str) -> None:
 
 
 # Compiling takes long where others compute too.
+@pytest.mark.by_default("2-none")
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
 @pytest.mark.parametrize("hook", ["none", *[pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS]])
 def test_a_compiled_model(hook: str) -> None:
@@ -386,7 +398,7 @@ def test_a_compiled_model(hook: str) -> None:
         sides.check(f"after step {step}")
 
 
-@pytest.mark.exhaustive_at(3)
+@pytest.mark.by_default("2-none | 2-reduce_to_owner_hook | 2-hook_with_zero_step | 2-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_LOOP
 def test_averages(hook: str, world_size: int) -> None:
@@ -407,6 +419,10 @@ def test_averages(hook: str, world_size: int) -> None:
         sides.check(f"after step {step}", exact=exact)
 
 
+@pytest.mark.by_default(
+    "2-whole-none | 2-whole-hook_with_zero_step | 2-level-reduce_to_owner_hook | "
+    "2-level-hook_with_zero_step_interleaved"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_LOOP
 @EVERY_PARTITION
@@ -488,6 +504,13 @@ BAD = [
 ]
 
 
+@pytest.mark.by_default(
+    "2-whole-tensors that its class cannot take-on all ranks | 2-whole-an instance-on all ranks | "
+    "2-whole-a cost that is no number-on all ranks | "
+    "2-whole-arguments that its class does not take-on all ranks | "
+    "2-level-a class that cannot be imported-on rank 1 | 2-level-an unknown cost-on rank 1 | "
+    "2-level-a dict of costs without the tensor-on rank 1"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(("name", "where"), BAD)
 @EVERY_PARTITION

@@ -87,6 +87,10 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first]}, {"params": others}]
 
 
+@pytest.mark.by_default(
+    "2-stand-in-whole-False | 2-of-itself-whole-False | 2-AdamWScheduleFree-loop-whole-False | "
+    "3-by-data-split-True | 3-AdamWScheduleFree-split-True | 3-SGDScheduleFree-split-True"
+)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -129,6 +133,10 @@ def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, a
     iterate(10)
 
 
+@pytest.mark.by_default(
+    "2-stand-in-reduce_to_owner_hook-whole | 2-by-data-hook_with_zero_step-split | "
+    "2-AdamWScheduleFree-hook_with_zero_step_interleaved-whole | 2-SGDScheduleFree-reduce_to_owner_hook-split"
+)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("hook", ["reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"])

@@ -55,7 +55,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-params-whole | 3-views-split")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -80,7 +80,7 @@ def test_named_parameters(partition: str) -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-params-whole | 3-views-split")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -105,7 +105,7 @@ def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
     run_steps(pair, (sharded, plain), range(2, 5))
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-Adam-params-whole | 2-SGD-params-whole | 3-Adagrad-views-split")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -173,6 +173,7 @@ def test_a_frozen_tensor_with_a_stale_gradient_is_stepped_on_all_replicas(as_buc
         assert_replicas_equal(pair[0].parameters())
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -202,6 +203,7 @@ def test_complex_parameters(as_bucket_view: bool) -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -220,7 +222,7 @@ def test_channels_last(partition: str, as_bucket_view: bool) -> None:
     assert [param.stride() for param in pair[0].parameters()] == strides
 
 
-@pytest.mark.exhaustive_at(4)
+@pytest.mark.by_default("2-whole | 3-split")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 def test_clipping(partition: str) -> None:
@@ -287,6 +289,7 @@ def test_a_learning_rate_in_a_tensor() -> None:
     run_steps(pair, optimizers, range(2, 4))
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -314,6 +317,7 @@ def test_closures(partition: str, as_bucket_view: bool) -> None:
         assert_bitwise_equal(*pair, f"after step {step}")
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -340,6 +344,7 @@ def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: 
         assert_bitwise_equal(*pair, f"after step {step}")
 
 
+@pytest.mark.by_default("2-unfrozen-False-params-whole | 2-converted-True-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -491,6 +496,7 @@ REBOUND: dict[str, Callable[[list[torch.Tensor]], None]] = {
 }
 
 
+@pytest.mark.by_default("2-step-averaged-whole | 2-add_param_group-from a vector-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("how", REBOUND)
@@ -578,6 +584,7 @@ def test_subgroups(rank: int) -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -615,6 +622,7 @@ def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
     ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition=cutting("split"), elementwise=True)
 
 
+@pytest.mark.by_default("2-params-whole | 2-views-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -646,6 +654,7 @@ def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_b
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
+@pytest.mark.by_default("2-before the first step-whole | 2-after a step-split")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("stepped", [False, True], ids=["before the first step", "after a step"])
@@ -745,6 +754,7 @@ def test_named_groups_of_which_a_rank_owns_nothing() -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
+@pytest.mark.by_default("2-whole-params | 2-split-views")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize("partition", ["whole", "split"])

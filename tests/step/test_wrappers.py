@@ -143,6 +143,11 @@ USES: tuple[Use, ...] = (
 )
 
 
+@pytest.mark.by_default(
+    "2-CopyingWrapper-add_a_group | 2-CopyingWrapper-hook_steps | 2-DelegatingWrapper-load | "
+    "2-ForwardingWrapper-set_the_state | 2-ForwardingWrapper-look | 3-CopyingWrapper-consolidate | "
+    "3-DelegatingWrapper-set_the_groups | 3-DelegatingWrapper-hook_state_dicts | 3-ForwardingWrapper-clip"
+)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("kind", WRAPPERS)
