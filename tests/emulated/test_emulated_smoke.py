@@ -89,6 +89,7 @@ def test_ddp_trains_as_on_the_cpu(device: torch.device) -> None:
     assert_trains_alike(here, there)
 
 
+@pytest.mark.by_default("1-whole | 2-split | 1-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(1, 2, backend="emulated")
 @pytest.mark.parametrize(
     ("hook", "partition"),
