@@ -146,7 +146,7 @@ def test_a_hook_that_drops_a_gradient_that_was_sent(rank: int) -> None:
     def drop(param: torch.Tensor) -> None:
         param.grad = None
 
-    model[3].bias.register_post_accumulate_grad_hook(drop)
+    model[3].weight.register_post_accumulate_grad_hook(drop)
     with pytest.raises(RuntimeError, match=r"a hook has changed \.grad of .* inside of backward\(\)"):
         model(batch(rank, 0)).sum().backward()
     del optimizer

@@ -175,7 +175,7 @@ class HeldBuckets:
     def use_order(self, arrived: Sequence[int]) -> None:
         """Send buckets in the order in which gradients have ``arrived`` on rank 0, and others after these."""
         self._ordered = self._trained
-        trained = [tensor for bucket in self.all for tensor in bucket.tensors]
+        trained = [tensor for tensor in self._order if self._trained[tensor]]
         if [*arrived] != trained:
             self._order = [*dict.fromkeys([*arrived, *self._order])]
             self.lay_out(self._plan)
@@ -197,18 +197,24 @@ def split_into_buckets(
     """Fill buckets of one dtype with tensors in order, of at most ``limit`` bytes each.
 
     A tensor of half a bucket or more is alone, because it is then sent from where autograd has made its gradient.
+    Smaller tensors share a bucket across it, and a bucket that is not full comes last: both buckets in flight are
+    then large, as a link needs that carries data in two directions.
     """
     buckets: list[list[int]] = []
-    filled, dtype = limit, None
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for tensor in order:
         param = params[tensor]
+        bucket, filled = filling.get(param.dtype, ([], 0))
         is_large = param.nbytes * 2 >= limit
-        if is_large or filled + param.nbytes > limit or param.dtype is not dtype:
-            buckets.append([])
-            filled, dtype = 0, param.dtype
-        buckets[-1].append(tensor)
-        filled = limit if is_large else filled + param.nbytes
-    return buckets
+        if is_large or filled + param.nbytes > limit or not bucket:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(tensor)
+        if not is_large:
+            filling[param.dtype] = bucket, filled + param.nbytes
+    position = {tensor: number for number, tensor in enumerate(order)}
+    last = [bucket for bucket, _ in filling.values()]
+    return sorted(buckets, key=lambda bucket: (bucket in last, position[bucket[-1]]))
 
 
 def _is_alone(gradient: torch.Tensor, param: torch.Tensor) -> bool:

@@ -134,7 +134,7 @@ class Planner:
         turns, kept, transient = [whole], 0, None
         if shards_gradients:
             turns += rows
-            transient = self._transient(plan, buckets, rows)
+            transient = self._transient(plan, trained, buckets, rows)
         elif reduces:
             # The first iteration reduces all buckets as one. The means that a rank receives have their own rows.
             turns += [whole, *(row for row in rows for _ in range(2 if interleaves else 1))]
@@ -188,18 +188,29 @@ class Planner:
                 cut[shard.rank] += shard.numel * width if plan.is_cut(index) else 0
         return row_length(cut, owned)
 
-    def _transient(self, plan: Plan, buckets: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
+    def _transient(
+        self, plan: Plan, order: Sequence[int], buckets: Sequence[Sequence[int]], rows: Sequence[int]
+    ) -> list[int]:
         """Return for each rank what a backward holds at its peak beyond all gradients that the rank owns."""
         owned, peaks = [0] * plan.world_size, [0] * plan.world_size
+        arriving, arrived, sent = iter(order), 0, 0
         in_flight, free = deque[tuple[int, int, bool]](), list[int]()
 
+        def nbytes_of(index: int) -> int:
+            return self._width(plan.tensors[index]) * plan.tensors[index].numel
+
         def raise_peaks(more: int) -> None:
-            held = more + sum(free) + sum(nbytes + row for nbytes, row, _ in in_flight)
+            held = more + arrived - sent + sum(free) + sum(nbytes + row for nbytes, row, _ in in_flight)
             peaks[:] = [max(peak, own + held) for peak, own in zip(peaks, owned, strict=True)]
 
         for bucket, row in zip(buckets, rows, strict=True):
-            gradients = sum(self._width(plan.tensors[index]) * plan.tensors[index].numel for index in bucket)
-            is_packed = len(bucket) > 1
+            gradients, is_packed = sum(map(nbytes_of, bucket)), len(bucket) > 1
+            # Gradients of buckets that are not complete yet wait beside it.
+            for index in arriving:
+                arrived += nbytes_of(index)
+                if index == bucket[-1]:
+                    break
+            sent += gradients
             # Autograd has made the gradients when the earliest bucket in flight has to leave.
             raise_peaks(gradients)
             if len(in_flight) == IN_FLIGHT:
