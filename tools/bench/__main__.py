@@ -17,9 +17,9 @@ import typer
 # The ranks import this folder by its name too, in processes of their own.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import checkouts, collectives, iteration, memory, page
+from bench import checkouts, collectives, memory, page
 from bench.contenders import CONTENDERS
-from bench.iteration import Race, disagreeing
+from bench.iteration import Race, disagreeing, measure
 from bench.links import LinkError
 from bench.results import Result, Row
 from bench.spawned import machine
@@ -31,10 +31,12 @@ LAYERS = 6
 TRANSPORTS = {"messages": "0", "reads": "1"}
 """Of zeroshard between ranks of one host, with values of the switch; zeroshard chooses if the switch is not set."""
 SWITCH = "ZEROSHARD_CROSS_MEMORY"
-DEFAULT = ("ddp", "torch-zero", "torch-zero-views", "fsdp2")
-DEFAULT += ("hook-whole", "hook-split", "sharded-whole", "sharded-split")
-STEPS = ("ddp", "torch-zero", "torch-zero-views", "step-whole", "copies-whole", "step-split", "copies-split")
+TRAINED = ["ddp", "torch-zero", "torch-zero-views", "fsdp2"]
+TRAINED += ["hook-whole", "hook-split", "sharded-whole", "sharded-split"]
+STEPPED = ["ddp", "torch-zero", "torch-zero-views", "step-whole", "copies-whole", "step-split", "copies-split"]
 NORMS = [f"{way}-{partition}" for partition in ("whole", "split") for way in ("unnormed", "hook", "clipped")]
+STEP_MODELS, NORM_MODELS = ["mlp", "small", "small-fused"], ["mlp", "tensors"]
+TWO, FEW, MANY = [2], [2, 4, 8], [8, 64, 512, 1024, 4096]
 
 
 def _one_of(known: Collection[str]) -> Any:  # noqa: ANN401 - typer's
@@ -73,36 +75,36 @@ def _choose(transport: str | None) -> None:
         os.environ[SWITCH] = TRANSPORTS[transport]
 
 
-def _races(
-    names: Sequence[str], models: list[str], ranks: list[int], rounds: int, base: str, only_step: bool = False
-) -> list[Row]:
+def _races(names: list[str], models: list[str], ranks: list[int], rounds: int, base: str, step: bool) -> list[Row]:
     return [
         {"model": MODELS[model](LAYERS).title, "ranks": count, **row}
         for model in models
         for count in ranks
-        for row in iteration.measure(Race(tuple(names), model, LAYERS, rounds, True, only_step), count, base)
+        for row in measure(Race(names, model, LAYERS, rounds, processor_time=True, only_step=step), count, base)
     ]
 
 
-@app.command()
-def step(
-    model: Models = ["mlp", "small", "small-fused"],  # noqa: B006 - typer reads it
-    ranks: Ranks = [2],  # noqa: B006
-    rounds: Rounds = 31,
-    json_file: Json = None,
-) -> None:
-    """Time ``step()`` without a hook beside torch's class and the plain optimizer, in processor time."""
-    rows = _races(STEPS, model, ranks, rounds, "torch-zero-views", only_step=True)
+@app.command("step")
+def _step(model: Models = STEP_MODELS, ranks: Ranks = TWO, rounds: Rounds = 31, json_file: Json = None) -> None:
+    """Time a step without a hook beside torch's class and the plain optimizer, in processor time."""
+    rows = _races(STEPPED, model, ranks, rounds, "torch-zero-views", step=True)
     _finish("processor time of step()", rows, json_file)
 
 
+@app.command("norms")
+def _norms(model: Models = NORM_MODELS, ranks: Ranks = TWO, rounds: Rounds = 15, json_file: Json = None) -> None:
+    """Time iterations with and without norms of gradients, and with clipping, in processor time."""
+    rows = _races(NORMS, model, ranks, rounds, "unnormed", step=False)
+    _finish("processor time of an iteration", rows, json_file)
+
+
 @app.command("iteration")
-def time_iterations(
+def _iteration(
     model: Model = "mlp",
     layers: Layers = LAYERS,
     ranks: NumberOfRanks = 2,
     rounds: Rounds = 15,
-    contender: Contenders = [*DEFAULT],  # noqa: B006
+    contender: Contenders = TRAINED,
     base: Annotated[str, typer.Option(help="of ratios: a contender, or hook for that of the same partition")] = "ddp",
     link: Annotated[str | None, typer.Option(help="rate of an emulated link, such as 1gbit")] = None,
     transport: Transport = None,
@@ -112,7 +114,7 @@ def time_iterations(
     """Let contenders train in turn; the exit status is 1 if one comes to other parameters than the first."""
     _choose("messages" if link else transport)
     try:
-        rows = iteration.measure(Race(tuple(contender), model, layers, rounds, processor_time), ranks, base, link)
+        rows = measure(Race(contender, model, layers, rounds, processor_time), ranks, base, link)
     except LinkError as error:
         raise typer.BadParameter(str(error), param_hint="--link") from None
     what = "processor time of an iteration" if processor_time else "iteration"
@@ -120,55 +122,38 @@ def time_iterations(
 
 
 @app.command("memory")
-def measure_memory(
+def _memory(
     model: Model = "mlp",
     layers: Layers = 10,
-    ranks: Ranks = [2, 4, 8],  # noqa: B006
-    contender: Contenders = [*DEFAULT],  # noqa: B006
+    ranks: Ranks = FEW,
+    contender: Contenders = TRAINED,
     transport: Transport = None,
     json_file: Json = None,
 ) -> None:
     """Measure the peak memory of a rank over the parameters, each contender alone in fresh processes."""
     _choose(transport)
+    title = f"peak memory of a rank / parameters, {MODELS[model](layers).title}"
     rows = memory.measure(contender, model, layers, ranks)
-    by = f", by {transport}" if transport else ""
-    _finish(f"peak memory of a rank / parameters, {MODELS[model](layers).title}{by}", rows, json_file)
+    _finish(f"{title}, by {transport}" if transport else title, rows, json_file)
 
 
 @app.command("collectives")
-def count_collectives(
-    ranks: Ranks = [8, 64, 512, 1024, 4096],  # noqa: B006
-    rounds: Rounds = 9,
-    json_file: Json = None,
-) -> None:
+def _collectives(ranks: Ranks = MANY, rounds: Rounds = 9, json_file: Json = None) -> None:
     """Count collectives of an iteration on the fake backend, and time the host, for shapes of real models."""
     _finish("collectives of an iteration, and host time", collectives.measure(ranks, rounds), json_file)
 
 
-@app.command()
-def norms(
-    model: Models = ["mlp", "tensors"],  # noqa: B006
-    ranks: Ranks = [2, 4],  # noqa: B006
-    rounds: Rounds = 15,
-    json_file: Json = None,
-) -> None:
-    """Time iterations with and without norms of gradients, and with clipping, in processor time."""
-    _finish("processor time of an iteration", _races(NORMS, model, ranks, rounds, "unnormed"), json_file)
+Before = Annotated[Path, typer.Option(help="another checkout of the repository")]
 
 
-@app.command()
-def two_checkouts(
-    before: Annotated[Path, typer.Option(help="another checkout of the repository")],
-    ranks: NumberOfRanks = 2,
-    rounds: Rounds = 101,
-    json_file: Json = None,
-) -> None:
-    """Time step() and an iteration beside another checkout, in processor time."""
+@app.command("two-checkouts")
+def _two_checkouts(before: Before, ranks: NumberOfRanks = 2, rounds: Rounds = 101, json_file: Json = None) -> None:
+    """Time steps and iterations beside another checkout, in processor time."""
     _finish(f"processor time beside {before}, {ranks} ranks", checkouts.measure(before, ranks, rounds), json_file)
 
 
 @app.command("page")
-def write_page(file: Annotated[Path, typer.Argument(help="page whose tables are written")] = page.PAGE) -> None:
+def _page(file: Annotated[Path, typer.Argument(help="page whose tables are written")] = page.PAGE) -> None:
     """Write the tables of docs/benchmarks.md, and draw its pictures, from the JSON files in docs/measured."""
     page.write(file)
 

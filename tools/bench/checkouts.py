@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -35,24 +35,18 @@ _TOOLS, _WARM_UP, _STEPS = Path(__file__).resolve().parents[1], 5, 10
 
 
 def measure(before: Path, ranks: int, rounds: int) -> list[Row]:
-    """Return a row for each way to train, with the ratio of its times to those of another checkout.
-
-    Args:
-        before: the other checkout.
-        ranks: number of ranks.
-        rounds: turns of each.
-    """
+    """Return a row for each of :data:`NAMES`, with the ratio of its times to the same in another checkout."""
     folders = {"now": _TOOLS.parent, "before": before.resolve()}
     found: dict[str, Times] = {name: {checkout: [] for checkout in folders} for name in NAMES}
     # Ranks that are started first take longer, by up to 5 %: each checkout is the first in half of the turns.
     for half, order in enumerate((["now", "before"], ["before", "now"])):
         with ExitStack() as stack:
-            checkouts = {name: stack.enter_context(_Ranks(folders[name], ranks)) for name in order}
+            checkouts = {name: stack.enter_context(_ranks(folders[name], ranks)) for name in order}
             count = (rounds + half) // 2
             for turn in track(range(count), f"{order[0]} first", console=Console(stderr=True)):
                 for name in NAMES:
                     for checkout in order[:: 1 if turn % 2 == 0 else -1]:
-                        found[name][checkout].append(checkouts[checkout].seconds(name))
+                        found[name][checkout].append(checkouts[checkout](name))
     torchs = found[NAMES[0]]["now"]
     return [
         {"contender": name, "ms": 1e3 * median(times["now"]), "now / before": ratio(times["now"], times["before"])}
@@ -61,47 +55,32 @@ def measure(before: Path, ranks: int, rounds: int) -> list[Row]:
     ]
 
 
-class _Ranks:
-    """The ranks of one checkout, which work only while they are asked."""
+@contextmanager
+def _ranks(folder: Path, ranks: int) -> Iterator[Callable[[str], float]]:
+    """Start the ranks of a checkout; yields what lets them work, and returns the processor time of one for a step."""
+    path = os.pathsep.join(map(str, [*sorted(folder.glob("packages/*/src")), _TOOLS]))
+    main = "import sys; from bench.checkouts import be_rank; be_rank(*sys.argv[1:])"
+    with tempfile.TemporaryDirectory() as meeting, ExitStack() as stack:
+        settings = {"env": {**os.environ, "PYTHONPATH": path}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        commands = [[sys.executable, "-c", main, str(rank), str(ranks), meeting] for rank in range(ranks)]
+        # In the end the standard input of each is closed, and its end awaited.
+        processes = [stack.enter_context(subprocess.Popen(command, text=True, **settings)) for command in commands]
 
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self._meeting = tempfile.TemporaryDirectory()
-        packages = [*sorted(folder.glob("packages/*/src")), _TOOLS]
-        rank_main = "import sys; from bench.checkouts import be_rank; be_rank(*sys.argv[1:])"
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", rank_main, str(rank), str(ranks), self._meeting.name],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        for line in self._answers():
+        def answers() -> list[str]:
+            lines = [process.stdout.readline().strip() for process in processes if process.stdout is not None]
+            if not all(lines):
+                raise SystemExit("a rank has ended; its traceback is above")
+            return lines
+
+        def seconds(name: str) -> float:
+            for process in processes:
+                print(name, file=process.stdin, flush=True)
+            return mean(map(float, answers())) / _STEPS
+
+        for line in answers():
             if folder not in Path(line).parents:
                 raise SystemExit(f"zeroshard was imported from {line}, and not from {folder}")
-
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.communicate()
-        self._meeting.cleanup()
-
-    def seconds(self, name: str) -> float:
-        """Let all ranks work, and return the processor time of one, on the mean, for a step."""
-        for process in self._processes:
-            assert process.stdin is not None
-            print(name, file=process.stdin, flush=True)
-        return mean(map(float, self._answers())) / _STEPS
-
-    def _answers(self) -> list[str]:
-        answers = [process.stdout.readline().strip() for process in self._processes if process.stdout is not None]
-        if not all(answers):
-            raise SystemExit("a rank has ended; its traceback is above")
-        return answers
+        yield seconds
 
 
 def be_rank(rank: str, ranks: str, meeting: str) -> None:

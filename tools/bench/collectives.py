@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from time import process_time
 from typing import Any
 from unittest import mock
@@ -37,22 +38,13 @@ _BUCKETS = [1024 * 1024, 25 * 1024 * 1024]
 Shapes = list[tuple[int, ...]]
 
 
-def gpt2() -> Shapes:
-    """Return the shapes of the parameters of GPT-2 with 124M, in the order of the model."""
-    width, block = 768, [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
-    block += [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
-    return [(50257, width), (1024, width), *block * 12, (width,), (width,)]
-
-
-def llama() -> Shapes:
-    """Return the shapes of a Llama with 1.2 billion parameters, whose embedding is the output head too."""
-    width, inner, keys = 2048, 8192, 512
-    attention = [(width, width), (keys, width), (keys, width), (width, width)]
-    layer = [*attention, (inner, width), (inner, width), (width, inner), (width,), (width,)]
-    return [(128256, width), *layer * 16, (width,)]
-
-
-MODELS: dict[str, Callable[[], Shapes]] = {"GPT-2 124M": gpt2, "Llama 1B": llama}
+_GPT2_BLOCK: Shapes = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
+_GPT2_BLOCK += [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
+GPT2: Shapes = [(50257, 768), (1024, 768), *_GPT2_BLOCK * 12, (768,), (768,)]
+_LLAMA_LAYER: Shapes = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048)]
+_LLAMA_LAYER += [(8192, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,)]
+MODELS = {"GPT-2 124M": GPT2, "Llama 1B": [(128256, 2048), *_LLAMA_LAYER * 16, (2048,)]}
+"""Shapes of parameters, in the order of the model."""
 
 
 @contextmanager
@@ -150,8 +142,9 @@ def host_times(shapes: Shapes, ranks: int, rounds: int) -> dict[str, Row]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     # The fake all-gather copies this rank's row to all others, and the fake reduce-scatter makes a view for each rank.
-    # An accelerator's host does neither.
-    nothing = mock.patch.multiple(collectives, all_gather=_gather_nothing, reduce_scatter=_reduce_nothing)
+    # An accelerator's host does neither, so they only issue a call.
+    gather, reduce = (partial(_call, place=place) for place in (1, 0))
+    nothing = mock.patch.multiple(collectives, all_gather=gather, reduce_scatter=reduce)
     found: dict[str, Row] = {}
     with fake_group(ranks), nothing:
         for strategy in ("whole", "split"):
@@ -203,34 +196,25 @@ class _Elements(nn.Module):
         return torch.stack([param.view(-1)[0] for param in self.params]).sum()
 
 
-def _gather_nothing(_: torch.Tensor, row: torch.Tensor, **options: Any) -> Any:  # noqa: ANN401 - torch's
-    """Issue a call as an all-gather does; copy nothing."""
-    return dist.broadcast(row, group_src=0, **options)
-
-
-def _reduce_nothing(row: torch.Tensor, _: torch.Tensor, *, op: dist.ReduceOp, **options: Any) -> Any:  # noqa: ANN401, ARG001 - torch's
-    """Issue a call as a reduce-scatter does; reduce nothing."""
-    return dist.broadcast(row, group_src=0, **options)
+def _call(*rows: torch.Tensor, place: int, op: object = None, **options: Any) -> Any:  # noqa: ANN401, ARG001 - torch's
+    return dist.broadcast(rows[place], group_src=0, **options)
 
 
 def _all_reduce(ranks: int, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Do what DDP does without a hook, which the fake backend cannot serve: its works have no results."""
-    buffer = bucket.buffer().div_(ranks)
-    dist.all_reduce(buffer, async_op=True)
+    dist.all_reduce(bucket.buffer().div_(ranks), async_op=True)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(buffer)
+    done.set_result(bucket.buffer())
     return done
 
 
 def measure(ranks: Sequence[int], rounds: int) -> list[Row]:
     """Return a row for each model, partition and number of ranks, with the host's times for GPT-2."""
     made: list[Row] = []
-    for model, shapes in MODELS.items():
-        for number in ranks:
-            times = host_times(shapes(), number, rounds) if shapes is gpt2 else {}
-            for strategy in ("whole", "split"):
-                with fake_group(number):
-                    counts = count(shapes(), strategy)
-                row = {"model": model, "partition": strategy, "ranks": number}
-                made.append({**row, **counts, **times.get(strategy, {})})
+    for (model, shapes), number in product(MODELS.items(), ranks):
+        times = host_times(shapes, number, rounds) if shapes is GPT2 else {}
+        for strategy in ("whole", "split"):
+            row = {"model": model, "partition": strategy, "ranks": number}
+            with fake_group(number):
+                made.append({**row, **count(shapes, strategy), **times.get(strategy, {})})
     return made

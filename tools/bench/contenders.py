@@ -23,6 +23,8 @@ from zeroshard_integrations import ddp as hooks
 
 LEARNING_RATE = 1e-4
 """Small enough that rounding does not grow into a difference."""
+Partition = Literal["whole", "split"]
+Loss = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Trainer:
     """A model with what trains it; ``traffic`` has the optimizer's own counts of what it sends."""
 
     model: nn.Module
-    forward: Callable[..., torch.Tensor]
+    forward: Loss
     zero_grad: Callable[[], object]
     backward: Callable[[torch.Tensor], object]
     step: Callable[[], object]
@@ -87,19 +89,15 @@ def _deepspeed(work: Workload, *, stage: int) -> Trainer:
     # It asks for what its own launcher sets.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     model = work.build()
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-    }
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings |= {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
     engine, *_ = importlib.import_module("deepspeed").initialize(
         model=model, optimizer=Adam(model.parameters(), **_adam(work)), config=settings, dist_init_required=False
     )
     return Trainer(model, engine, engine.zero_grad, engine.backward, engine.step)
 
 
-def _ours(work: Workload, *, partition: Literal["whole", "split"], views: bool = True, **hook: bool) -> Trainer:
+def _ours(work: Workload, *, partition: Partition, views: bool = True, **hook: bool) -> Trainer:
     model = work.build()
     wrapped = _wrapped(model)
     optimizer = zeroshard.ZeroRedundancyOptimizer(
@@ -113,7 +111,7 @@ def _ours(work: Workload, *, partition: Literal["whole", "split"], views: bool =
     return _trainer(model, wrapped, optimizer, optimizer.traffic)
 
 
-def _clipped(work: Workload, *, partition: Literal["whole", "split"]) -> Trainer:
+def _clipped(work: Workload, *, partition: Partition) -> Trainer:
     made = _ours(work, partition=partition, norms=True)
 
     def step() -> None:
@@ -124,7 +122,7 @@ def _clipped(work: Workload, *, partition: Literal["whole", "split"]) -> Trainer
     return replace(made, step=step)
 
 
-def _sharded(work: Workload, *, partition: Literal["whole", "split"]) -> Trainer:
+def _sharded(work: Workload, *, partition: Partition) -> Trainer:
     model = work.build()
     optimizer = zeroshard.ZeroRedundancyOptimizer(model.named_parameters(), Adam, partition=partition, **_adam(work))
     zeroshard.shard_gradients(model, optimizer)
@@ -135,12 +133,7 @@ def _wrapped(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _trainer(
-    model: nn.Module,
-    forward: Callable[..., torch.Tensor],
-    optimizer: Any,  # noqa: ANN401 - optimizers of other packages have no types
-    traffic: Traffic | None = None,
-) -> Trainer:
+def _trainer(model: nn.Module, forward: Loss, optimizer: Any, traffic: Traffic | None = None) -> Trainer:  # noqa: ANN401 - of other packages too
     return Trainer(model, forward, optimizer.zero_grad, torch.Tensor.backward, optimizer.step, traffic)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Race:
     the first iteration.
     """
 
-    names: tuple[str, ...]
+    names: list[str]
     model: str
     layers: int
     rounds: int
@@ -40,14 +41,10 @@ class Race:
 
 
 def measure(race: Race, ranks: int, base: str, link: str | None = None) -> list[Row]:
-    """Let contenders train in turn on fresh ranks, and return a row for each.
+    """Let contenders train in turn on fresh ranks, on a link if there is a rate, and return a row for each.
 
-    Args:
-        race: what is run.
-        ranks: number of ranks.
-        base: contender that times are compared with, or the way without its partition: then those of a contender are
-            compared with the contender of that way and its partition.
-        link: rate of an emulated link.
+    Times are compared with those of ``base``, a contender or the first part of its name: then with those of the
+    contender with this first part and the same partition.
     """
     with linked(ranks, link) if link else nullcontext(()) as namespaces:
         found = on_ranks(on_rank, ranks, race, namespaces=namespaces)
@@ -55,13 +52,7 @@ def measure(race: Race, ranks: int, base: str, link: str | None = None) -> list[
 
 
 def rows(found: Mapping[str, Mapping[str, Any]], base: str, all_reduce_bytes: float) -> list[Row]:
-    """Return a row for each contender.
-
-    Args:
-        found: what :func:`on_rank` returns.
-        base: see :func:`measure`.
-        all_reduce_bytes: what each rank sends in a ring all-reduce of all gradients.
-    """
+    """Return a row for each contender, from what :func:`on_rank` returns and the bytes of a ring all-reduce."""
     made: list[Row] = []
     for name, one in found.items():
         if "error" in one:
@@ -138,16 +129,16 @@ def _turn(trainer: Trainer, batches: list[Batch], work: Workload, only_step: boo
 def _sent(turn: Callable[[], None], trainer: Trainer) -> tuple[float | None, float | None]:
     """Return what a rank sends in one more turn, on the mean over the ranks."""
 
-    def counts() -> tuple[int | None, int | None]:
+    def counts() -> torch.Tensor:
         dist.barrier()
-        return trainer.traffic and trainer.traffic.total().bytes_sent, sent_bytes()
+        counted = math.nan if trainer.traffic is None else trainer.traffic.total().bytes_sent
+        return torch.tensor([counted, sent_bytes()], dtype=torch.float64)
 
     before = counts()
     turn()
-    sent = [None if a is None or b is None else b - a for a, b in zip(before, counts(), strict=True)]
-    everyones: list[list[int | None]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyones, sent)
-    counted, wire = (None if None in each else mean(filter(None, each)) for each in zip(*everyones, strict=True))
+    sent = counts() - before
+    dist.all_reduce(sent)
+    counted, wire = (None if math.isnan(each) else each / dist.get_world_size() for each in sent.tolist())
     return counted, wire
 
 

@@ -7,6 +7,7 @@ interface carries its traffic and nothing else, so its counter tells what the ra
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -28,17 +29,9 @@ class LinkError(Exception):
 
 @contextmanager
 def linked(ranks: int, rate: str) -> Iterator[list[str]]:
-    """Make namespaces and links, and remove them in the end, also when the program is interrupted or told to end.
+    """Make a namespace for each rank, with an interface of a rate as tc takes it, such as ``1gbit``; yield their names.
 
-    Args:
-        ranks: number of namespaces.
-        rate: of every interface, as tc takes it, such as ``1gbit``.
-
-    Yields:
-        The names of the namespaces, one for each rank.
-
-    Raises:
-        LinkError: if something of it cannot be made; what was made before is removed.
+    All of it is removed in the end, also when something cannot be made, or the program is interrupted or told to end.
     """
     if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
         raise LinkError("--link needs root and the programs ip and tc (of iproute2)")
@@ -81,14 +74,14 @@ def enter(namespace: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-def sent_bytes() -> int | None:
-    """Return how many bytes have left the interface of this thread's namespace; None where it has no such interface."""
+def sent_bytes() -> float:
+    """Return how many bytes have left the interface of this thread's namespace; NaN where it has no such interface."""
     devices = Path("/proc/thread-self/net/dev")
     for line in devices.read_text(encoding="ascii").splitlines() if devices.exists() else []:
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
-    return None
+    return math.nan
 
 
 def _run(*command: str) -> None:

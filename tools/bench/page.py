@@ -11,7 +11,6 @@ from bench.results import Result
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 _BLOCK = re.compile(r"(<!-- (measured/\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_NO_GPU = "There is no report of a GPU yet."
 _DRAWN = {
     "ddp": ("DDP, not sharded", PLAIN),
     "torch-zero-views": ("torch's ZeRO", OTHERS),
@@ -23,10 +22,7 @@ _DRAWN = {
 
 
 def write(page: Path = PAGE) -> None:
-    """Write each table of a page anew after the file that a comment above it names, and draw the pictures of files.
-
-    A picture has the name of its file.
-    """
+    """Write each table of a page from the file that the comment above it names, and draw the pictures that it shows."""
     text = _BLOCK.sub(lambda match: f"{match[1]}\n{_block(page.parent, match[2])}\n{match[3]}", page.read_text("utf-8"))
     page.write_text(text, encoding="utf-8")
     for name in re.findall(r"\(pictures/(\S+)\.svg\)", text):
@@ -44,7 +40,7 @@ def _block(folder: Path, name: str) -> str:
 def gpus_of(reports: Sequence[Path]) -> str:
     """Return the list of the reports that tools/gpu_check has written."""
     if not reports:
-        return f"{_NO_GPU}\n"
+        return "There is no report of a GPU yet.\n"
     lines = ["| GPU | torch | CUDA | NCCL | commit | steps |", "| --- | --- | --- | --- | --- | --- |"]
     for report in reports:
         text = report.read_text(encoding="utf-8")
@@ -57,19 +53,15 @@ def gpus_of(reports: Sequence[Path]) -> str:
 
 
 def draw(result: Result, file: Path) -> None:
-    """Draw bars of a result: ratios with their intervals, or figures by the number of ranks.
-
-    Args:
-        result: with rows of contenders, of which some are drawn.
-        file: to write.
-    """
+    """Draw bars of some contenders: ratios with their intervals, or figures by the number of ranks."""
     bars: list[tuple[str, str, list[float]]] = []
     for row in result.rows:
         name, color = _DRAWN.get(row["contender"], ("", ""))
-        columns = {key: value for key, value in row.items() if key.startswith("/ ") or key.endswith(" ranks")}
-        for column, value in columns.items() if name else ():
-            interval = value if isinstance(value, list) else [value] * 3
-            bars.append((name if column.startswith("/ ") else f"{name}, {column}", color, interval))
+        for column, value in row.items() if name else ():
+            if isinstance(value, list):
+                bars.append((name, color, value))
+            elif column.endswith(" ranks"):
+                bars.append((f"{name}, {column}", color, [value] * 3))
     with picture(file, 4.2, 1.1 + (0.2 if len(bars) > 8 else 0.3) * len(bars)) as (_, panel):
         panel.barh([name for name, *_ in bars], [value[0] for *_, value in bars], color=[bar[1] for bar in bars])
         for place, (*_, (middle, low, high)) in enumerate(bars):

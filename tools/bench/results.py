@@ -15,14 +15,7 @@ _FORMATS = {"ms": ".1f", "torch's ms": ".1f", "step ms": ".1f", "sent MB": ".1f"
 
 @dataclass(frozen=True)
 class Result:
-    """A run.
-
-    Attributes:
-        title: what was measured, in one line.
-        command: that made it.
-        machine: see :func:`bench.spawned.machine`.
-        rows: of the table.
-    """
+    """A run: what was measured, in one line, the command, the machine, and the rows of the table."""
 
     title: str
     command: str
