@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
-from zeroshard_comm import Traffic
 from zeroshard_integrations import ddp as hooks
+
+if TYPE_CHECKING:
+    from zeroshard_comm import Traffic
 
 LEARNING_RATE = 1e-4
 """Small enough that rounding does not grow into a difference."""
@@ -108,7 +110,7 @@ def _ours(work: Workload, *, partition: Partition, views: bool = True, **hook: b
     elif hook:
         # Older checkouts have no other way.
         wrapped.register_comm_hook(optimizer, hooks.reduce_to_owner_hook)
-    return _trainer(model, wrapped, optimizer, optimizer.traffic)
+    return _trainer(model, wrapped, optimizer, getattr(optimizer, "traffic", None))
 
 
 def _clipped(work: Workload, *, partition: Partition) -> Trainer:
