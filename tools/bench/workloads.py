@@ -90,7 +90,7 @@ class GPT(nn.Module):
 
 def _layers(count: int, width: int, rows: int = 1, *, bias: bool = True, fused: bool = True) -> Workload:
     return Workload(
-        f"{count} x Linear({width}, {width}{'' if bias else ', bias=False'}), batches of {rows}, {'fused ' * fused}Adam",
+        f"{count} x Linear({width}, {width}{', bias=False' * (not bias)}), {rows=}, {'fused ' * fused}Adam",
         lambda: Layers(count, width, bias=bias),
         lambda generator: (torch.randn(rows, width, generator=generator),),
         (nn.Linear,) if rows > 1 else (),
