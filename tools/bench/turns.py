@@ -35,6 +35,9 @@ def take_turns(
     """
     clock = process_time if processor_time else perf_counter
     times: Times = {name: [] for name in turns}
+    # Garbage is collected before each turn, and what exists by now is none: looking at it would take longest.
+    gc.collect()
+    gc.freeze()
     # Nothing refreshes the bar by itself: a thread that draws would disturb what is timed.
     bar = Progress(*_COLUMNS, console=Console(stderr=True), auto_refresh=False, disable=dist.get_rank() != 0)
     with bar:
@@ -50,6 +53,7 @@ def take_turns(
                     times[name].append(clock() - start)
                 bar.advance(task)
                 bar.refresh()
+    gc.unfreeze()
     return times
 
 
