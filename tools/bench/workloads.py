@@ -15,15 +15,9 @@ SEED, ROWS, SEQUENCES, BYTES = 0, 32, 8, 256
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data.
+    """A model and its data: what builds it with the same weights in every process, and what draws the next batch.
 
-    Attributes:
-        title: in words.
-        build: makes the model with the same weights in every process; its forward takes a batch and gives the loss.
-        draw: makes the next batch.
-        units: kinds of the parts that sharding frameworks wrap one by one.
-        in_a_row: iterations in a turn.
-        fused: whether Adam is fused.
+    FSDP2 wraps parts of the kinds in ``units`` one by one. A turn is of ``in_a_row`` iterations.
     """
 
     title: str
@@ -69,8 +63,7 @@ class GPT(nn.Module):
         torch.manual_seed(SEED)
         self.bytes = nn.Embedding(BYTES, width)
         self.positions = nn.Embedding(context, width)
-        for embedding in (self.bytes, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
+        nn.init.normal_(self.bytes.weight, std=0.02)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
