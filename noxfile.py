@@ -51,7 +51,7 @@ BACKENDS = {
 EMULATED_WITH = {"2.11": f"=={OLDEST}", "2.13": "==2.13.0", "newest": ""}
 EMULATED_ON_EVERY_CHANGE = "2.13"
 # Programs import what lies beside them, and a name there may be one in tests/ too.
-BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools tools/bench tools/quickstart"]
+BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools tools/quickstart"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
@@ -286,24 +286,11 @@ def docs(session: nox.Session) -> None:
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
-@nox.session(tags=["nightly"])
+@nox.session
 def bench(session: nox.Session) -> None:
-    """Run benchmarks: all of tools/bench, or those named after ``--``; options after the names go to each of them."""
-    programs = {
-        path.stem: path
-        for path in sorted(ROOT.glob("tools/bench/*.py"))
-        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-    }
-    options = [index for index, argument in enumerate(session.posargs) if argument.startswith("-")]
-    split = options[0] if options else len(session.posargs)
-    chosen = session.posargs[:split] or list(programs)
-    unknown = [name for name in chosen if name not in programs]
-    if unknown or not chosen:
-        session.error(f"no benchmark {' '.join(unknown)!r}; there are: {', '.join(programs) or 'none'}")
+    """Measure training beside other ways to train; the subcommand and its options go after ``--``."""
     _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
-    for number, name in enumerate(chosen, 1):
-        session.log(f"{number} of {len(chosen)}: {name}")
-        session.run("python", str(programs[name]), *session.posargs[split:])
+    session.run("python", "tools/bench", *(session.posargs or ["--help"]))
 
 
 @nox.session(tags=["nightly"])

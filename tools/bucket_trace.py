@@ -27,6 +27,7 @@ from typing import Annotated
 
 import torch
 import typer
+from bench.spawned import on_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -34,10 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_core import STRATEGIES
 from zeroshard_integrations.ddp import register_reduce_to_owner
-
-# At the end, for modules beside the benchmarks are named as they please.
-sys.path.append(str(Path(__file__).parent / "bench"))
-from spawned import on_ranks
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = frozenset(path.name for path in ROOT.glob("packages/*/src/*") if path.is_dir())

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools" / "bench"))
+from bench.drawing import OURS, TEXT, picture
 
-from drawing import OURS, TEXT, picture  # noqa: E402 - found by the line above
+ROOT = Path(__file__).resolve().parents[1]
 
 BOXES = {
     "ABSENT": (0.0, 0.0, "no rank has a gradient"),

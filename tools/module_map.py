@@ -7,18 +7,14 @@ only type checkers import, and what every module may import: ``_torch_private``,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
 
 import typer
+from bench.drawing import TEXT, picture
 from module_imports import Module, read_packages
-
-# At the end, for modules beside the benchmarks are named as they please.
-sys.path.append(str(Path(__file__).parent / "bench"))
-from drawing import TEXT, picture
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

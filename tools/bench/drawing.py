@@ -14,20 +14,10 @@ PLAIN, OTHERS, OURS = "#9aa1a9", "#d68f3e", "#3f86c9"
 
 
 @contextmanager
-def picture(file: Path, width: float, height: float, panels: int = 1, **arrangement: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - matplotlib's
-    """Make a figure, hand it out to be drawn on, and write it to a file, whose suffix decides how.
+def picture(file: Path, width: float, height: float) -> Iterator[tuple[Any, Any]]:
+    """Make a figure of so many inches, hand out it and its panel to be drawn on, and write it to an SVG file.
 
     Its text is text, in the size in which the page shows it: no picture needs to be wider than a telephone.
-
-    Args:
-        file: to write.
-        width: in inches, of 96 pixels.
-        height: in inches.
-        panels: number of panels, one below the other.
-        **arrangement: further arguments of ``subplots``.
-
-    Yields:
-        The figure, and its panel, or an array of them.
     """
     # A backend without windows, chosen before pyplot is imported.
     import matplotlib as mpl
@@ -43,10 +33,9 @@ def picture(file: Path, width: float, height: float, panels: int = 1, **arrangem
         "legend.fontsize": 9,
     }  # fmt: skip
     with mpl.rc_context(style):
-        figure, axes = plt.subplots(panels, 1, figsize=(width, height), layout="constrained", **arrangement)
-        yield figure, axes
+        figure, panel = plt.subplots(figsize=(width, height), layout="constrained")
+        yield figure, panel
         file.parent.mkdir(parents=True, exist_ok=True)
         # Without the date: the same figures give the same file.
-        dated = {"Date": None} if file.suffix == ".svg" else None
-        figure.savefig(file, transparent=True, metadata=dated)
+        figure.savefig(file, transparent=True, metadata={"Date": None})
         plt.close(figure)

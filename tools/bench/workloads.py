@@ -2,66 +2,52 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 from torch import nn
 
-# The quickstart's model and text lie beside the benchmarks; at the end, for its modules are named as they please.
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
-
 Batch = tuple[torch.Tensor, ...]
-SEED = 0
-WIDTH = 2000
-ROWS = 32
-SEQUENCES = 8
-TENSORS = 200
-_CORPUS_BYTES = 1024 * 1024
+SEED, ROWS, SEQUENCES, BYTES = 0, 32, 8, 256
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data.
+    """A model and its data: what builds it with the same weights in every process, and what draws the next batch.
 
-    Attributes:
-        name: as it is chosen.
-        lr: learning rate, small enough that rounding does not grow into a difference.
-        batch: what every rank trains on per iteration, in words.
-        build: makes the model with the same weights in every process; its forward takes a batch and gives the loss.
-        units: parts of the model that sharding frameworks wrap one by one.
-        batches: gives this rank's share of as many batches as asked: ``(count, rank, ranks)``.
+    FSDP2 wraps parts of the kinds in ``units`` one by one. A turn is of ``in_a_row`` iterations.
     """
 
-    name: str
-    lr: float
-    batch: str
+    title: str
     build: Callable[[], nn.Module]
-    units: Callable[[nn.Module], Sequence[nn.Module]]
-    batches: Callable[[int, int, int], list[Batch]]
+    draw: Callable[[torch.Generator], Batch]
+    units: tuple[type[nn.Module], ...] = ()
+    in_a_row: int = 1
+    fused: bool = True
 
-    def sizes(self) -> list[int]:
-        """Return the bytes of each parameter."""
+    def batches(self, count: int, rank: int) -> list[Batch]:
+        """Return the first batches of a rank."""
+        generator = torch.Generator().manual_seed(SEED + rank)
+        return [self.draw(generator) for _ in range(count)]
+
+    def parameter_bytes(self) -> int:
+        """Return the size of all parameters."""
         with torch.device("meta"):
-            return [parameter.numel() * parameter.element_size() for parameter in self.build().parameters()]
+            return sum(parameter.nbytes for parameter in self.build().parameters())
 
 
 class Layers(nn.Module):
-    """Square linear layers, one after the other; the loss is the mean square of what comes out.
+    """Square linear layers, one after the other; the loss is the mean square of what comes out."""
 
-    Args:
-        count: number of layers.
-        width: features in and out of each.
-    """
-
-    def __init__(self, count: int, width: int = WIDTH) -> None:
+    def __init__(self, count: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(SEED)
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(count)))
+        for parameter in self.parameters():
+            # With nn.Linear's own weights values vanish over 200 layers, and denormal numbers take longer.
+            nn.init.normal_(parameter, std=width**-0.5)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the loss of ``(rows, width)`` inputs."""
@@ -69,101 +55,59 @@ class Layers(nn.Module):
         return loss
 
 
-class Tensors(nn.Module):
-    """Many parameters of one shape, which each add a little to what comes in; the loss is the mean square.
+class GPT(nn.Module):
+    """A GPT over bytes whose output layer is its input embedding."""
 
-    Args:
-        count: number of parameters.
-        shape: ``(rows, columns)`` of each, rows a multiple of columns.
-    """
-
-    def __init__(self, count: int, shape: tuple[int, int]) -> None:
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
-        drawing = torch.Generator().manual_seed(SEED)
-        scale = 0.1 / shape[0] ** 0.5
-        self.tensors = nn.ParameterList(torch.randn(shape, generator=drawing) * scale for _ in range(count))
+        torch.manual_seed(SEED)
+        self.bytes = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(context, width)
+        nn.init.normal_(self.bytes.weight, std=0.02)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the loss of ``(rows // columns, columns)`` inputs."""
-        for tensor in self.tensors:
-            inputs = inputs + inputs.view(1, -1) @ tensor
-        loss: torch.Tensor = inputs.square().mean()
-        return loss
+    def forward(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of each byte of ``(sequences, context + 1)`` after those before it."""
+        inputs, targets = sequences[:, :-1], sequences[:, 1:]
+        hidden = self.bytes(inputs) + self.positions.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return F.cross_entropy(F.linear(hidden, self.bytes.weight).flatten(0, 1), targets.flatten())
 
 
-def mlp(layers: int) -> Workload:
-    """Return the workload of ``layers`` large linear layers."""
+def _layers(count: int, width: int, rows: int = 1, *, bias: bool = True, fused: bool = True) -> Workload:
     return Workload(
-        name=f"mlp, {layers} x Linear({WIDTH}, {WIDTH})",
-        lr=1e-4,
-        batch=f"{ROWS} rows",
-        build=lambda: Layers(layers),
-        units=lambda model: [part for part in model.modules() if isinstance(part, nn.Linear)],
-        batches=_rows,
+        f"{count} x Linear({width}, {width}{', bias=False' * (not bias)}), {rows=}, {'fused ' * fused}Adam",
+        lambda: Layers(count, width, bias=bias),
+        lambda generator: (torch.randn(rows, width, generator=generator),),
+        (nn.Linear,) if rows > 1 else (),
+        1 if rows > 1 else 5,
+        fused,
     )
 
 
-def gpt(**changes: int) -> Workload:
-    """Return the workload of the quickstart's language model, on the text of Python's standard library.
-
-    Args:
-        **changes: what its shape has other values of.
-    """
-    from byte_gpt import Block, ByteGPT, Shape
-
-    shape = Shape(**changes)
+def _gpt(layers: int, width: int, heads: int, context: int) -> Workload:
     return Workload(
-        name=f"gpt, {shape.layers} blocks of width {shape.width}",
-        lr=1e-4,
-        batch=f"{SEQUENCES} sequences of {shape.context} bytes",
-        build=lambda: ByteGPT(shape, SEED),
-        units=lambda model: [part for part in model.modules() if isinstance(part, Block)],
-        batches=partial(_sequences, shape.context),
-    )
-
-
-def tensors(shape: tuple[int, int]) -> Workload:
-    """Return the workload of 200 parameters of that shape, in which computing takes little."""
-    rows, columns = shape
-
-    def batches(count: int, rank: int, ranks: int) -> list[Batch]:
-        drawing = torch.Generator().manual_seed(SEED)
-        everyones = (torch.randn(ranks, rows // columns, columns, generator=drawing) for _ in range(count))
-        return [(inputs[rank].clone(),) for inputs in everyones]
-
-    return Workload(
-        name=f"{TENSORS} tensors of {shape}",
-        lr=1e-4,
-        batch="1 row",
-        build=lambda: Tensors(TENSORS, shape),
-        units=lambda _: [],
-        batches=batches,
+        f"GPT, {layers} blocks of width {width}, {SEQUENCES} sequences of {context} bytes, fused Adam",
+        lambda: GPT(layers, width, heads, context),
+        lambda generator: (torch.randint(BYTES, (SEQUENCES, context + 1), generator=generator),),
+        (nn.TransformerEncoderLayer,),
     )
 
 
 MODELS: dict[str, Callable[[int], Workload]] = {
-    "mlp": mlp,
-    "gpt": lambda _: gpt(),
-    "wide-gpt": lambda _: gpt(context=128, width=512, layers=8, heads=8),
-    "tensors": lambda _: tensors((100, 100)),
-    "rows": lambda _: tensors((512, 128)),
+    "mlp": lambda layers: _layers(layers, 2000, ROWS),
+    "gpt": lambda _: _gpt(layers=6, width=384, heads=6, context=48),
+    "wide-gpt": lambda _: _gpt(layers=8, width=512, heads=8, context=128),
+    "tensors": lambda _: _layers(200, 100, bias=False),
+    "small": lambda _: _layers(250, 64, fused=False),
+    "small-fused": lambda _: _layers(250, 64),
+    "tiny": lambda _: _layers(2, 8, ROWS),
 }
-
-
-def workload(model: str, layers: int) -> Workload:
-    """Return the workload of that name, one of :data:`MODELS`; ``layers`` is for those that have a choice."""
-    return MODELS[model](layers)
-
-
-def _rows(count: int, rank: int, ranks: int) -> list[Batch]:
-    drawing = torch.Generator().manual_seed(SEED)
-    everyones = (torch.randn(ranks * ROWS, WIDTH, generator=drawing) for _ in range(count))
-    return [(rows[rank * ROWS : (rank + 1) * ROWS].clone(),) for rows in everyones]
-
-
-def _sequences(context: int, count: int, rank: int, ranks: int) -> list[Batch]:
-    from corpus import Batches, read_corpus
-
-    text = read_corpus(Path(sysconfig.get_path("stdlib")), least=context + 1, limit=_CORPUS_BYTES)
-    batches = Batches(text, SEQUENCES * ranks, context, SEED)
-    return [batches.of(step, rank, ranks) for step in range(count)]
+"""By name; the number of layers is for mlp."""

@@ -428,7 +428,7 @@ def test_an_unknown_step_is_refused(tmp_path):
 
 
 def test_a_report_of_a_gpu_is_kept_by_its_name_and_listed_on_the_page(tmp_path, monkeypatch, capsys):
-    from benchmarks_page import gpus_of
+    from bench.page import gpus_of
 
     # Given a machine with a GPU,
     monkeypatch.setattr(cli, "ROOT", tmp_path)
