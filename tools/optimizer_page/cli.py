@@ -6,20 +6,18 @@ import importlib.metadata
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from optimizer_page.trials import PACKAGES, Seen, Trial
-from optimizer_page.workers import workers
+from optimizer_page.workers import ask
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 MARK = "<!-- What comes after this line is written by tools/optimizer_page. -->\n"
-_LIMIT = 300.0
-"""Seconds after which the trial of a class is ended."""
 _VERDICTS = ("equal", "coupled", "draws random numbers", "cannot tell")
 
 
@@ -58,26 +56,18 @@ def main(
 
 def _seen(packages: Sequence[str]) -> Iterator[Seen]:
     """Yield what was seen, in the order of the packages and their classes."""
-    jobs = os.cpu_count() or 1
-    with workers(jobs, _LIMIT) as ask, Progress(console=Console(stderr=True)) as progress:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         trials: list[Trial] = []
-        for name in packages:
-            answer = ask(name)
+        for name, answer in zip(packages, pool.map(ask, packages), strict=True):
             if not isinstance(answer, list):
                 raise answer if isinstance(answer, ImportError) else ImportError(f"{name}: {answer}")
             trials += answer
-        task = progress.add_task("trying optimizers", total=len(trials))
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = {pool.submit(ask, trial): trial for trial in trials}
-            try:
-                for future in as_completed(futures):
-                    progress.update(task, advance=1, description=futures[future].name)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        for future, trial in futures.items():
-            found = future.result()
-            yield found if isinstance(found, Seen) else Seen(trial, "cannot tell", None, str(found))
+        try:
+            answers = track(pool.map(ask, trials), "trying optimizers", len(trials), console=Console(stderr=True))
+            for trial, answer in zip(trials, answers, strict=True):
+                yield answer if isinstance(answer, Seen) else Seen(trial, "cannot tell", None, str(answer))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def tables_of(seen: Sequence[Seen], versions: Mapping[str, str]) -> str:
