@@ -53,12 +53,8 @@ class Result:
 def edges_in(lines: Iterable[str]) -> list[Edge]:
     """Return the edges of our packages among call sites as the emulated accelerator writes them, each once.
 
-    Args:
-        lines: Absolute files and lines, innermost first, joined by ``" < "``.
-
-    Returns:
-        Those whose innermost frame is a call that makes an edge, with as many frames as there are in our packages, and
-        at most three: a function that only passes an edge on has many callers.
+    Innermost is a call that makes an edge. At most three frames are kept: a function that only passes an edge on has
+    many callers.
     """
     found = set()
     for line in lines:

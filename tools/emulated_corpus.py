@@ -96,12 +96,7 @@ def programs() -> list[Path]:
 def run_programs(
     files: Sequence[Path | str], folder: Path, *, environment: Mapping[str, str] | None = None
 ) -> dict[str, Verdict]:
-    """Run files of the corpus in a pytest of their own.
-
-    Args:
-        files: which, or ids of pytest's nodes in them.
-        folder: where its files go; made if it is not there.
-        environment: variables in addition to those of this process.
+    """Run files of the corpus, or nodes in them, in a pytest of their own, which writes to a folder.
 
     Returns:
         By file, function and parameters, such as ``"right_by_page.test_ddp[2-emulated]"``.

@@ -107,11 +107,7 @@ def pythonpath() -> str:
 
 
 def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
-    """Return the steps with these names, or numbers such as ``"5"`` for 5a to 5c; all if there is no name.
-
-    Raises:
-        ValueError: if a name belongs to no step.
-    """
+    """Return the steps with these names, or numbers such as ``"5"`` for 5a to 5c; all if there is no name."""
     known = {VERSIONS.name, *(step.name for step in steps)}
     chosen = {each for each in known if not names or each in names or each.rstrip("abc") in names}
     unknown = [name for name in names if name not in {*known, *(each.rstrip("abc") for each in known)}]
