@@ -273,7 +273,7 @@ def emulated(session: nox.Session, torch: str) -> None:
 )
 def emulated_checks(session: nox.Session, program: str) -> None:
     """Whether a test misses each edge between streams, and whether seeded races are reported in every run."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    _install_sources(session, list(PACKAGES))
     session.run("python", f"tools/{program}", *session.posargs)
 
 
