@@ -5,7 +5,7 @@ Torch is installed first, at one version, in every session that needs it: ``ZERO
 builds.
 
 Tags say where a session runs by itself: ``ci`` on every change, ``unit`` on every change and every Python, ``nightly``,
-and ``gpu`` where there is one. The workflows take their matrices from ``nox -l --json -t TAG``.
+and ``gpu`` nightly where there is one. A test compares them with the workflows.
 
 Which torch runs when: every change is tested with ``TORCH`` and with the newest, every night with ``OLDEST`` too.
 """
@@ -101,20 +101,49 @@ SMOKE: dict[str, str] = {
 
 
 @nox.session(tags=["ci"])
+def tests(session: nox.Session) -> None:
+    """All tests that run on a change: of the packages and the tools, then on ranks; no GPU is needed."""
+    _run_all_tests(session, f"torch=={TORCH}")
+
+
+@nox.session(name="tests-torch")
+@nox.parametrize(
+    "torch",
+    [
+        nox.param(f"torch=={OLDEST}", id="oldest", tags=["nightly"]),
+        nox.param("torch", id="newest", tags=["ci", "nightly"]),
+    ],
+)
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """The same tests with the oldest torch that the packages allow, or with the newest that pip finds."""
+    _run_all_tests(session, torch)
+
+
+@nox.session(tags=["unit"])
+@nox.parametrize("package", list(PACKAGES))
+def unit(session: nox.Session, package: str) -> None:
+    """Tests and doctests of one package, where only the siblings that it needs are installed."""
+    siblings = PACKAGES[package]
+    # Its tests may run on ranks, and that takes the testing package; no other that it does not need is there.
+    _install_sources(session, [*siblings, *({"zeroshard-testing"} - set(siblings))])
+    # Modules that need an extra are tested where all packages are.
+    only_its_own = ["--doctest-modules", "--doctest-ignore-import-errors"]
+    _pytest(session, *only_its_own, f"packages/{package}", *session.posargs)
+
+
+@nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Ruff, its formatter, which package may import which, how large sources are, and phrases to avoid in prose."""
+    """Style, who imports whom, how large packages are, and phrases to avoid in prose."""
     session.install(RUFF)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("python", "tools/check_imports.py")
-    session.run("python", "tools/check_sources.py")
-    # With --sources it looks at messages and docstrings too.
-    session.run("python", "tools/check_idioms.py", "--sources")
+    for checked in ("imports", "sources", "idioms"):
+        session.run("python", f"tools/check_{checked}.py")
 
 
 @nox.session(tags=["ci"])
 def typecheck(session: nox.Session) -> None:
-    """Mypy, strict, over all sources at once; ``-- --python-executable PYTHON`` saves installing what they import."""
+    """Types of all sources, by mypy; with ``-- --python-executable PYTHON`` it installs nothing that they import."""
     session.install(MYPY)
     if "--python-executable" not in session.posargs:
         # Mypy reads sources; compiling torch's takes longer than that.
@@ -127,21 +156,139 @@ def typecheck(session: nox.Session) -> None:
 
 
 @nox.session(tags=["ci"])
-def tests(session: nox.Session) -> None:
-    """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
-    _run_all_tests(session, f"torch=={TORCH}")
+def docs(session: nox.Session) -> None:
+    """The documentation; a warning fails, and so does a link without a target or a public name without a page."""
+    _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo", "sphinx-copybutton")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
-@nox.session(name="tests-oldest", tags=["nightly"])
-def tests_oldest(session: nox.Session) -> None:
-    """The same with the oldest torch that the packages allow, which is too large for every change."""
-    _run_all_tests(session, f"torch=={OLDEST}")
+@nox.session(tags=["ci"])
+def wheels(session: nox.Session) -> None:
+    """Wheels of all packages, each installed alone in a clean environment and used there."""
+    session.install("build", "hatchling", "virtualenv")
+    dist = Path(session.create_tmp(), "dist")
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in PACKAGES:
+        session.log(f"building {package}")
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--outdir", str(dist), f"packages/{package}", silent=True
+        )
+    for number, package in enumerate(PACKAGES, 1):
+        session.log(f"{number} of {len(PACKAGES)}: {package} alone")
+        _check_licence(session, package, dist)
+        _try_alone(session, package, dist)
+    session.log(f"the wheels lie in {dist}")
 
 
-@nox.session(name="tests-newest", tags=["ci", "nightly"])
-def tests_newest(session: nox.Session) -> None:
-    """The same with the newest torch that pip gives."""
-    _run_all_tests(session, "torch")
+@nox.session(tags=["ci"])
+def quickstart(session: nox.Session) -> None:
+    """Train a language model on two ranks with its optimizer state sharded, in a minute; options go after ``--``."""
+    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
+    session.run("python", "tools/quickstart", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    "backend",
+    [nox.param(name, tags=tags) for name, tags in BACKENDS.items()],
+)
+def ranks(session: nox.Session, backend: str) -> None:
+    """Tests on the ranks of one backend; ``-- --require`` fails where this machine lacks it."""
+    require = "--require" in session.posargs
+    posargs = [argument for argument in session.posargs if argument != "--require"]
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    missing = session.run("python", "tools/backend_here.py", backend, silent=True)
+    if isinstance(missing, str) and missing.strip():
+        refuse = session.error if require else session.skip
+        refuse(missing.strip().splitlines()[-1])
+    required = [f"--ranks-require={backend}"] if require else []
+    # On the emulated accelerator nearly every test repeats what runs on gloo; this session is the place for it.
+    repeats = ["-m", "exhaustive or not exhaustive"] if backend == "emulated" else []
+    _pytest(session, "tests", "packages", f"--ranks-backend={backend}", *required, *repeats, *posargs)
+
+
+@nox.session(tags=["nightly"])
+def exhaustive(session: nox.Session) -> None:
+    """Tests that take long or repeat others with more values; the emulated device has sessions of its own."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
+    selected = ["-m", "exhaustive", "-k", "not emulated"]
+    _pytest(session, "tests", "packages", *selected, *session.posargs)
+    _pytest(session, *BESIDE_PROGRAMS, "tools", *selected, *session.posargs)
+
+
+@nox.session(tags=["nightly"])
+def frameworks(session: nox.Session) -> None:
+    """Training under Accelerate, Hugging Face's Trainer and Lightning, in their newest versions."""
+    _install_sources(session, list(PACKAGES), *FRAMEWORKS)
+    load = ["-p", "torch._dynamo.compiled_autograd"]
+    _pytest(session, *load, "tests/frameworks", *session.posargs)
+    # Frameworks are tried with every two values together, and a plain loop with all.
+    _pytest(session, *load, "tests/frameworks/test_plain_loop.py", "-m", "exhaustive", *session.posargs)
+
+
+@nox.session(tags=["nightly"])
+def optimizers(session: nox.Session) -> None:
+    """Optimizers of other packages: fails where one couples tensors and is not refused; options after ``--``.
+
+    ``-- --require`` fails where a test of them is skipped, too.
+    """
+    require = "--require" in session.posargs
+    posargs = [argument for argument in session.posargs if argument != "--require"]
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS, *OTHER_OPTIMIZERS)
+    session.log("1 of 2: all of them on toy tensors, some 15 minutes")
+    session.run("python", "tools/optimizer_page", *posargs)
+    session.log("2 of 2: some of them on ranks")
+    load = [argument for module in OTHER_OPTIMIZERS.values() for argument in ("-p", module)]
+    # timm imports torchvision, of which only the build for this very torch can be loaded.
+    _pytest(session, *load, "-rs", "-k", "not timm", "tests/plan/test_other_optimizers.py", may_skip=not require)
+
+
+@nox.session(name="torch-suite", tags=["nightly"])
+def torch_suite(session: nox.Session) -> None:
+    """PyTorch's own distributed tests on the ranks of zeroshard-testing, compared with PyTorch's runner."""
+    _install_sources(session, ["zeroshard-testing"], *PLUGIN_NEEDS)
+    session.run("python", "tools/torch_suite.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    "torch",
+    [
+        nox.param(version, tags=["ci", "nightly"] if version == EMULATED_ON_EVERY_CHANGE else ["nightly"])
+        for version in EMULATED_WITH
+    ],
+)
+def emulated(session: nox.Session, torch: str) -> None:
+    """Tests of the emulated accelerator and of the hooks on it, compiled against one version of torch."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
+    own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
+    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_cuda")]
+    everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
+    _pytest(session, *own, *hooks, *everything, *session.posargs)
+
+
+@nox.session(name="emulated-checks", tags=["nightly"])
+@nox.parametrize(
+    "program", [nox.param(f"{name.replace('-', '_')}.py", id=name) for name in ("dropped-edges", "emulated-corpus")]
+)
+def emulated_checks(session: nox.Session, program: str) -> None:
+    """Whether a test misses each edge between streams, and whether seeded races are reported in every run."""
+    _install_sources(session, list(PACKAGES))
+    session.run("python", f"tools/{program}", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure training beside other ways to train; the subcommand and its options go after ``--``."""
+    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
+    session.run("python", "tools/bench", *(session.posargs or ["--help"]))
+
+
+@nox.session(name="gpu-check", tags=["gpu"])
+def gpu_check(session: nox.Session) -> None:
+    """A report on one GPU in 8 minutes, without one on the CPU; ``-- --help`` lists the options."""
+    _install_sources(session, list(PACKAGES), "pytest-xdist")
+    session.run("python", "tools/gpu_check", *session.posargs)
 
 
 def _run_all_tests(session: nox.Session, torch: str) -> None:
@@ -163,151 +310,6 @@ def _run_all_tests(session: nox.Session, torch: str) -> None:
     ]
     load = [argument for module in loaded for argument in ("-p", module)]
     _pytest(session, *three_files_at_a_time, *load, "tests", *session.posargs)
-
-
-@nox.session(tags=["nightly"])
-def exhaustive(session: nox.Session) -> None:
-    """What repeats with more values what other tests show; the emulated device has sessions of its own."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
-    selected = ["-m", "exhaustive", "-k", "not emulated"]
-    _pytest(session, "tests", "packages", *selected, *session.posargs)
-    _pytest(session, *BESIDE_PROGRAMS, "tools", *selected, *session.posargs)
-
-
-@nox.session(tags=["nightly"])
-def frameworks(session: nox.Session) -> None:
-    """Train under Accelerate, Hugging Face's Trainer and Lightning, in the newest versions of them."""
-    _install_sources(session, list(PACKAGES), *FRAMEWORKS)
-    load = ["-p", "torch._dynamo.compiled_autograd"]
-    _pytest(session, *load, "tests/frameworks", *session.posargs)
-    # Frameworks are tried with every two values together, and a plain loop with all.
-    _pytest(session, *load, "tests/frameworks/test_plain_loop.py", "-m", "exhaustive", *session.posargs)
-
-
-@nox.session(tags=["unit"])
-@nox.parametrize("package", list(PACKAGES))
-def unit(session: nox.Session, package: str) -> None:
-    """One package with the siblings it needs: its own tests and doctests."""
-    siblings = PACKAGES[package]
-    # Its tests may run on ranks, and that takes the testing package; no other that it does not need is there.
-    _install_sources(session, [*siblings, *({"zeroshard-testing"} - set(siblings))])
-    # Modules that need an extra are tested where all packages are.
-    only_its_own = ["--doctest-modules", "--doctest-ignore-import-errors"]
-    _pytest(session, *only_its_own, f"packages/{package}", *session.posargs)
-
-
-@nox.session
-@nox.parametrize(
-    "backend",
-    [nox.param(name, tags=tags) for name, tags in BACKENDS.items()],
-)
-def ranks(session: nox.Session, backend: str) -> None:
-    """The tests that run on the ranks of one backend; ``-- --require`` fails where this machine lacks it."""
-    require = "--require" in session.posargs
-    posargs = [argument for argument in session.posargs if argument != "--require"]
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
-    missing = session.run("python", "tools/backend_here.py", backend, silent=True)
-    if isinstance(missing, str) and missing.strip():
-        refuse = session.error if require else session.skip
-        refuse(missing.strip().splitlines()[-1])
-    required = [f"--ranks-require={backend}"] if require else []
-    # On the emulated accelerator nearly every test repeats what runs on gloo; this session is the place for it.
-    repeats = ["-m", "exhaustive or not exhaustive"] if backend == "emulated" else []
-    _pytest(session, "tests", "packages", f"--ranks-backend={backend}", *required, *repeats, *posargs)
-
-
-@nox.session
-@nox.parametrize(
-    "torch",
-    [
-        nox.param(version, tags=["ci", "nightly"] if version == EMULATED_ON_EVERY_CHANGE else ["nightly"])
-        for version in EMULATED_WITH
-    ],
-)
-def emulated(session: nox.Session, torch: str) -> None:
-    """The emulated accelerator, compiled against one version of torch: its own tests, and those of the hooks on it."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
-    own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
-    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_cuda")]
-    everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
-    _pytest(session, *own, *hooks, *everything, *session.posargs)
-
-
-@nox.session(name="gpu-check", tags=["gpu"])
-def gpu_check(session: nox.Session) -> None:
-    """Check one GPU in 8 minutes and write a report, without one on the CPU; ``-- --help`` lists the options."""
-    _install_sources(session, list(PACKAGES), "pytest-xdist")
-    session.run("python", "tools/gpu_check", *session.posargs)
-
-
-@nox.session(name="dropped-edges", tags=["nightly"])
-def dropped_edges(session: nox.Session) -> None:
-    """Leave out each edge between streams that our packages make, and fail where no test misses it."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
-    session.run("python", "tools/dropped_edges.py", *session.posargs)
-
-
-@nox.session(name="emulated-corpus", tags=["nightly"])
-def emulated_corpus(session: nox.Session) -> None:
-    """Run the seeded errors and the right programs 20 times with random delays on busy cores; options after --."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
-    session.run("python", "tools/emulated_corpus.py", *session.posargs)
-
-
-@nox.session(tags=["ci"])
-def quickstart(session: nox.Session) -> None:
-    """Train a language model on two ranks with its optimizer state sharded, in a minute; options go after ``--``."""
-    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
-    session.run("python", "tools/quickstart", *session.posargs)
-
-
-@nox.session(tags=["ci"])
-def wheels(session: nox.Session) -> None:
-    """Build all packages, install each alone in a clean environment, and use it."""
-    session.install("build", "hatchling", "virtualenv")
-    dist = Path(session.create_tmp(), "dist")
-    shutil.rmtree(dist, ignore_errors=True)
-    for package in PACKAGES:
-        session.log(f"building {package}")
-        session.run(
-            "python", "-m", "build", "--no-isolation", "--outdir", str(dist), f"packages/{package}", silent=True
-        )
-    for number, package in enumerate(PACKAGES, 1):
-        session.log(f"{number} of {len(PACKAGES)}: {package} alone")
-        _check_licence(session, package, dist)
-        _try_alone(session, package, dist)
-    session.log(f"the wheels lie in {dist}")
-
-
-@nox.session(tags=["ci"])
-def docs(session: nox.Session) -> None:
-    """Build the documentation; a warning fails, and so does a link without a target or a public name without a page."""
-    _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo", "sphinx-copybutton")
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Measure training beside other ways to train; the subcommand and its options go after ``--``."""
-    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
-    session.run("python", "tools/bench", *(session.posargs or ["--help"]))
-
-
-@nox.session(tags=["nightly"])
-def optimizers(session: nox.Session) -> None:
-    """Try optimizers of other packages, and fail where one couples tensors and is not refused; options after ``--``.
-
-    ``-- --require`` fails where a test of them is skipped, too.
-    """
-    require = "--require" in session.posargs
-    posargs = [argument for argument in session.posargs if argument != "--require"]
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS, *OTHER_OPTIMIZERS)
-    session.log("1 of 2: all of them on toy tensors, some 15 minutes")
-    session.run("python", "tools/optimizer_page", *posargs)
-    session.log("2 of 2: some of them on ranks")
-    load = [argument for module in OTHER_OPTIMIZERS.values() for argument in ("-p", module)]
-    # timm imports torchvision, of which only the build for this very torch can be loaded.
-    _pytest(session, *load, "-rs", "-k", "not timm", "tests/plan/test_other_optimizers.py", may_skip=not require)
 
 
 def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:

@@ -10,6 +10,7 @@ import zeroshard_comm
 import zeroshard_core
 import zeroshard_testing
 from docutils import nodes
+from pygments.lexers.special import TextLexer
 from sphinx.util.logging import getLogger
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def check_public_names(_app: Sphinx, env: BuildEnvironment) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect what this file defines."""
+    # Pages show the source of diagrams, and hosts of code draw them.
+    app.add_lexer("mermaid", TextLexer)
     app.connect("doctree-read", shorten_diffs)
     app.connect("env-check-consistency", check_public_names)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)

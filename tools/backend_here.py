@@ -15,17 +15,7 @@ from zeroshard_testing.spec import BACKENDS, RanksSpec
 
 
 def why_not_here(backend_name: str) -> str | None:
-    """Say why two ranks of a backend cannot run on this machine.
-
-    Args:
-        backend_name: A name as the command line has it, such as ``"gloo-cpu"``.
-
-    Returns:
-        The reason, or None if they can.
-
-    Raises:
-        ValueError: If there is no such backend.
-    """
+    """Say why two ranks of a backend, such as ``"gloo-cpu"``, cannot run on this machine; None if they can."""
     if backend_name == "emulated":
         return build.why_unavailable()
     for backend, name in BACKENDS.items():

@@ -1,257 +1,148 @@
-"""Checks who may import whom: between the packages, within each of them, and what must never be imported.
+"""Checks what the packages import, and where they reach private names of torch.
 
 Run as ``python tools/check_imports.py``. It reads the sources with `ast` and imports nothing. The rules:
 
-- A package imports the siblings and the third-party packages that `RULES` names, and no other.
-- Of a sibling a package imports public names alone: those in the `__all__` of a module without an underscore.
-- `zeroshard_core` never reaches `torch.distributed`, by whatever spelling.
-- The modules of a package import each other without cycles; what is imported for type checkers alone never runs.
-- No circle has more than two modules if imports for type checkers count too, in the packages that people import.
-- What `zeroshard_testing.plugin` imports when it is imported does not contain torch: pytest loads it for everyone.
+- A package imports what `MAY_IMPORT` names, and of its siblings the names in the `__all__` of their public modules.
+- `zeroshard_core` does not reach `torch.distributed`.
+- Only modules named ``_torch_private`` reach private names of torch. What such a module reaches on any object, such as
+  ``tensor._version``, no other module reaches on another object than itself.
+- Modules do not import each other in a circle. Two modules may, if one of them does so for type checkers alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from module_imports import Import, Module, distributed_uses, read_packages
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What one package may import, beside itself and the standard library."""
-
-    siblings: frozenset[str]
-    third_party: frozenset[str]
-    optional: frozenset[str] = frozenset()
-    """Third parties that it works without, and uses where they are installed."""
-
-
-RULES: Mapping[str, Rule] = {
-    "zeroshard_core": Rule(frozenset(), frozenset({"torch"})),
-    "zeroshard_comm": Rule(frozenset({"zeroshard_core"}), frozenset({"torch"})),
-    # The command `zeroshard plan` alone uses the optional ones.
-    "zeroshard": Rule(
-        frozenset({"zeroshard_core", "zeroshard_comm"}),
-        frozenset({"torch"}),
-        frozenset({"rich", "typer", "matplotlib", "safetensors", "transformers"}),
-    ),
-    "zeroshard_integrations": Rule(
-        frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}),
-        frozenset({"torch"}),
-        frozenset({"accelerate", "lightning", "transformers"}),
-    ),
-    # _pytest: how a test is run, its failure shown and its assertion explained on ranks has no public way in.
-    "zeroshard_testing": Rule(
-        frozenset(), frozenset({"torch", "pytest", "_pytest"}), frozenset({"cloudpickle", "coverage", "numpy"})
-    ),
+ROOT = Path(__file__).parents[1]
+HOME = "_torch_private"
+MAY_IMPORT = {
+    "zeroshard_core": "torch",
+    "zeroshard_comm": "zeroshard_core torch",
+    # `zeroshard plan` uses what comes after torch, where it is installed.
+    "zeroshard": "zeroshard_core zeroshard_comm torch rich typer matplotlib safetensors transformers",
+    "zeroshard_integrations": "zeroshard_core zeroshard_comm zeroshard torch accelerate lightning transformers",
+    # pytest has no public way to run a test, to show its failure and to explain its assertion on ranks.
+    "zeroshard_testing": "torch pytest _pytest cloudpickle coverage numpy",
 }
-WITHOUT_DISTRIBUTED = "zeroshard_core"
-WITHOUT_TORCH = "zeroshard_testing.plugin"
-WITH_CIRCLES = frozenset({"zeroshard_testing"})
-"""Packages in which more than two modules may name each other for type checkers."""
 CHECK_NAMES = "zeroshard_comm._torch_private.check_names"
-"""The one private name of a sibling that may be imported: it checks the private names of torch that a package uses."""
+"""The private name of a sibling that packages import: it checks the private names of torch that they use."""
 
 
-@dataclass(frozen=True, order=True)
-class Violation:
-    """One broken rule, at a line of a file."""
+class Module:
+    """One source file: what it imports, and the names that it reaches, such as ``torch.nn.Module._hooks``."""
 
-    path: Path
-    line: int
-    text: str
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path, self.package = name, path, name.partition(".")[0]
+        self.tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        nodes = list(ast.walk(self.tree))
+        guards = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+        for_types = {inner for guard in guards for node in guard.body for inner in ast.walk(node)}
+        self.imports: list[tuple[int, str, bool]] = []
+        self.meant: dict[str, str] = {}
+        for node in nodes:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                start = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+                self.imports += [(node.lineno, start + each.name, node in for_types) for each in node.names]
+                self.meant |= {each.asname or each.name: start + each.name for each in node.names}
+        prose = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        prose |= {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        self.names = [(line, name) for line, name, _ in self.imports]
+        for node in nodes:
+            if isinstance(node, ast.Attribute):
+                self.names.append((node.lineno, self._reached(node)))
+            elif isinstance(node, ast.Constant) and node not in prose and re.fullmatch(r"[\w.]+", str(node.value)):
+                self.names.append((node.lineno, str(node.value)))
 
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.text}"
+    def _reached(self, node: ast.expr) -> str:
+        """Return the name that an expression reaches: ``torch.nn.Module._hooks`` for ``nn.Module(1)._hooks``."""
+        if isinstance(node, ast.Attribute):
+            return f"{self._reached(node.value)}.{node.attr}"
+        if isinstance(node, (ast.Call, ast.Subscript)):
+            return self._reached(node.func if isinstance(node, ast.Call) else node.value)
+        return self.meant.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
-
-def check(root: Path, rules: Mapping[str, Rule] = RULES) -> list[Violation]:
-    """Check all packages of a repository.
-
-    Args:
-        root: The repository; packages lie at ``packages/<folder>/src/<import name>``.
-        rules: What each package may import, by import name.
-
-    Returns:
-        The violations, sorted by file and line.
-
-    Raises:
-        FileNotFoundError: If a package of the rules has no source, so that nothing would be checked.
-        SyntaxError: If a source cannot be parsed.
-    """
-    modules = read_packages(root, rules)
-    return sorted(
-        {
-            *_forbidden_packages(modules, rules),
-            *_private_names_of_siblings(modules, rules),
-            *_uses_of_distributed(modules),
-            *_cycles(modules),
-            *_circles(modules),
-            *_torch_in_plugin(modules),
-        }
-    )
-
-
-def _forbidden_packages(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> Iterator[Violation]:
-    for module in modules.values():
-        rule = rules[module.package]
-        for imported in module.imports:
-            top = imported.name.partition(".")[0]
-            if top == module.package or top in sys.stdlib_module_names:
-                continue
-            if top in rules and top not in rule.siblings:
-                allowed = ", ".join(sorted(rule.siblings)) or "none of its siblings"
-                text = f"{module.package} must not import {top}; it may import {allowed}"
-            elif top not in rules and top not in rule.third_party | rule.optional:
-                text = (
-                    f"{module.package} must not import {top}; of third parties it may import {_list(rule.third_party)}"
-                )
-            else:
-                continue
-            yield Violation(module.path, imported.line, text)
+    def exports(self, name: str) -> bool:
+        """Whether ``__all__`` has the name."""
+        lists = [node for node in self.tree.body if isinstance(node, ast.Assign) and ast.unparse(node)[:7] == "__all__"]
+        return any(name in ast.literal_eval(found.value) for found in lists)
 
 
-def _private_names_of_siblings(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> Iterator[Violation]:
-    for module in modules.values():
-        for imported in module.imports:
-            top = imported.name.partition(".")[0]
-            if top not in rules[module.package].siblings or imported.full_name == CHECK_NAMES:
-                continue
-            target, parts = modules.get(imported.name), imported.full_name.split(".")
-            is_listed = imported.full_name in modules or (
-                target is not None and imported.attribute in _exported(target)
-            )
-            if not is_listed or any(part.startswith("_") for part in parts):
-                text = f"{imported.full_name} is no public name of {top}: name it in the __all__ of a public module"
-                yield Violation(module.path, imported.line, text)
-
-
-def _exported(module: Module) -> Sequence[str]:
-    """The names in a module's ``__all__``."""
-    for statement in module.tree.body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            names: Sequence[str] = ast.literal_eval(statement.value)
-            return names
-    return ()
-
-
-def _uses_of_distributed(modules: Mapping[str, Module]) -> Iterator[Violation]:
-    for module in modules.values():
-        if module.package == WITHOUT_DISTRIBUTED:
-            for line, spelling in distributed_uses(module):
-                text = f"{WITHOUT_DISTRIBUTED} must not reach torch.distributed: {spelling}"
-                yield Violation(module.path, line, text)
-
-
-def _cycles(modules: Mapping[str, Module]) -> Iterator[Violation]:
-    """Find one cycle for each module that starts one, with a depth-first walk over the imports within the package."""
-    finished: set[str] = set()
-
-    def walk(name: str, trail: list[str]) -> Iterator[Violation]:
-        trail.append(name)
-        running = [imported for imported in modules[name].imports if not imported.is_for_types]
-        for imported, target in _within(modules, running, modules[name].package):
-            if target == name:
-                yield Violation(modules[name].path, imported.line, f"{name} imports itself")
-            elif target in trail:
-                cycle = " -> ".join([*trail[trail.index(target) :], target])
-                yield Violation(modules[name].path, imported.line, f"import cycle: {cycle}")
-            elif target not in finished:
-                yield from walk(target, trail)
-        trail.pop()
-        finished.add(name)
-
-    for name in sorted(modules):
-        if name not in finished:
-            yield from walk(name, [])
-
-
-def _circles(modules: Mapping[str, Module]) -> Iterator[Violation]:
-    """Find modules of which each imports the next by some way, for type checkers or in functions too."""
-    within = {
-        name: {target for _, target in _within(modules, module.imports, module.package)} - {name}
-        for name, module in modules.items()
-        if module.package not in WITH_CIRCLES
+def check(root: Path) -> list[str]:
+    """Return a line for each violation."""
+    modules: dict[str, Module] = {}
+    for package in MAY_IMPORT:
+        for path in root.glob(f"packages/*/src/{package}/**/*.py"):
+            _, _, within = path.with_suffix("").as_posix().rpartition("/src/")
+            name = within.replace("/", ".").removesuffix(".__init__")
+            modules[name] = Module(name, path)
+        if package not in modules:
+            return [f"no source of {package} under {root}"]
+    homes = [module for module in modules.values() if module.name.endswith(HOME)]
+    private = {last for home in homes for _, name in home.names if _is_private(last := name.rpartition(".")[2])}
+    found = {
+        f"{module.path.relative_to(root)}:{line}: {text}"
+        for module in modules.values()
+        for line, text in [*_imports(module, modules), *_names(module, private)]
     }
-    reached: dict[str, set[str]] = {}
-    for name in within:
-        reached[name], waiting = set(), [name]
-        while waiting:
-            new = within[waiting.pop()] - reached[name]
-            reached[name] |= new
-            waiting += new
-    circles = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in within}
-    for circle in circles:
-        first, *others = sorted(circle)
-        if len(others) > 1:
-            text = f"{len(circle)} modules import each other in a circle: {', '.join([first, *others])}"
-            yield Violation(modules[first].path, 1, text)
+    return [*sorted(found), *_circle(modules)]
 
 
-def _torch_in_plugin(modules: Mapping[str, Module]) -> Iterator[Violation]:
-    """Follow what is imported on import, the parents' ``__init__`` included, and find torch."""
-    if WITHOUT_TORCH not in modules:
-        return
-    package = modules[WITHOUT_TORCH].package
-    waiting = [package, WITHOUT_TORCH]
-    reached = set(waiting)
-    while waiting:
-        module = modules[waiting.pop()]
-        on_import = [imported for imported in module.imports if imported.runs_on_import]
-        for imported in on_import:
-            if imported.name.partition(".")[0] == "torch":
-                text = f"{WITHOUT_TORCH} must not import torch, and this line is reached when it is imported"
-                yield Violation(module.path, imported.line, text)
-        for _, target in _within(modules, on_import, package):
-            parents = [target.rsplit(".", depth)[0] for depth in range(target.count("."))]
-            fresh = ({*parents, target} - reached) & modules.keys()
-            reached |= fresh
-            waiting += sorted(fresh)
-
-
-def _within(modules: Mapping[str, Module], imports: Iterable[Import], package: str) -> Iterator[tuple[Import, str]]:
-    """Yield the imports of modules of the same package, each with the module that it means."""
-    for imported in imports:
-        if imported.name.partition(".")[0] != package:
+def _imports(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[int, str]]:
+    for line, name, _ in module.imports:
+        package, (origin, _, last) = name.partition(".")[0], name.rpartition(".")
+        if package == module.package or package in sys.stdlib_module_names:
             continue
-        # `from package import name` means a module if there is one of that name, else what is in the package.
-        for candidate in (imported.full_name, imported.name):
-            if candidate in modules:
-                yield imported, candidate
-                break
+        if package not in MAY_IMPORT[module.package].split():
+            yield line, f"{module.package} must not import {name}"
+        elif package in MAY_IMPORT and name != CHECK_NAMES:
+            is_public = name in modules or (origin in modules and modules[origin].exports(last))
+            if not is_public or "._" in name:
+                yield line, f"{name} is no public name: name it in the __all__ of a public module"
 
 
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
+def _names(module: Module, private: Set[str]) -> Iterator[tuple[int, str]]:
+    for line, name in module.names:
+        first, *others = name.split(".")
+        if module.package == "zeroshard_core" and f"{name}.".startswith("torch.distributed."):
+            yield line, "zeroshard_core must not reach torch.distributed"
+        is_own = first in ("self", "cls") and len(others) == 1
+        is_torchs = first == "torch" and any(map(_is_private, others))
+        if (is_torchs or (name.rpartition(".")[2] in private and not is_own)) and not module.name.endswith(HOME):
+            yield line, f"{name} is private in torch: reach it in {HOME}.py of {module.package}, and say why"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a repository and print what is wrong.
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
-    Args:
-        arguments: The command line, without the program's name; that of the process if None.
 
-    Returns:
-        The exit status: 1 if a rule is broken.
-    """
-    parser = argparse.ArgumentParser(description="Check which package imports which.")
-    parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).parents[1], help="the repository")
-    root: Path = parser.parse_args(arguments).root
+def _circle(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield one circle, if there is any."""
+    running, for_types = ({name: set[str]() for name in modules} for _ in range(2))
+    for module in modules.values():
+        for _, name, is_for_types in module.imports:
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules:
+                (for_types if is_for_types else running)[module.name].add(target)
+    graph = {
+        name: running[name] | {each for each in for_types[name] if name not in running[each] | for_types[each]}
+        for name in modules
+    }
     try:
-        violations = check(root)
-    except (FileNotFoundError, SyntaxError) as error:
-        print(f"check_imports: {error}", file=sys.stderr)
-        return 1
-    for violation in violations:
-        print(violation)
-    print(f"imports: {len(violations)} violations" if violations else "imports: every rule is kept")
-    return 1 if violations else 0
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"modules import each other in a circle: {' -> '.join(reversed(error.args[1]))}"
+
+
+def main() -> int:
+    """Print what is wrong; the exit status is 1 if there is anything."""
+    violations = check(ROOT)
+    print(*violations, f"imports: {len(violations)} violations", sep="\n")
+    return int(bool(violations))
 
 
 if __name__ == "__main__":

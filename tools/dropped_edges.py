@@ -1,9 +1,8 @@
 """Leaves out, one at a time, each edge that orders streams in our packages, and says which of them no test misses.
 
-Run as ``python tools/dropped_edges.py`` where the packages are installed; ``--json`` prints the result for machines,
-and tests named after the options run instead of `TESTS`. An edge is a call of ``wait_stream``, ``wait_event``, ``wait``
-or ``record_stream``, named by its call site: the innermost frames up to one outside the function that only passes it
-on.
+Run as ``python tools/dropped_edges.py`` where the packages are installed; tests that are named run instead of `TESTS`.
+An edge is a call of ``wait_stream``, ``wait_event``, ``wait`` or ``record_stream``, named by its call site: the
+innermost frames up to one outside the function that only passes it on.
 
 The edges are those that the tests reach on the emulated accelerator. Each is dropped in a run of its own, which stops
 at the first test that fails. An edge that no test misses must be listed in `MASKED`, with its reason; what is listed
@@ -12,7 +11,6 @@ there and is missed, or not reached, has to go from the list.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -20,12 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/emulated/test_emulated_edges.py",)
@@ -59,12 +53,8 @@ class Result:
 def edges_in(lines: Iterable[str]) -> list[Edge]:
     """Return the edges of our packages among call sites as the emulated accelerator writes them, each once.
 
-    Args:
-        lines: Absolute files and lines, innermost first, joined by ``" < "``.
-
-    Returns:
-        Those whose innermost frame is a call that makes an edge, with as many frames as there are in our packages, and
-        at most three: a function that only passes an edge on has many callers.
+    Innermost is a call that makes an edge. At most three frames are kept: a function that only passes an edge on has
+    many callers.
     """
     found = set()
     for line in lines:
@@ -89,34 +79,21 @@ def problems(results: Sequence[Result], masked: Mapping[str, str]) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(tests: Sequence[str]) -> int:
     """Drop each edge, print what misses it, and return 1 if something is wrong with the list."""
-    parser = argparse.ArgumentParser(description="Leave out each edge between streams, and see whether a test fails.")
-    parser.add_argument("tests", nargs="*", default=list(TESTS), help="what to run instead of the usual tests")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(arguments)
-    console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
-        status, first = _run(options.tests, {"ZEROSHARD_DROP_EDGE": "", "ZEROSHARD_EDGES": f"{folder}/edges"})
+        status, first = _run(tests, {"ZEROSHARD_DROP_EDGE": "", "ZEROSHARD_EDGES": f"{folder}/edges"})
         lines = [line for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
     if status:
-        console.print(f"the tests fail with every edge in place: {first}", markup=False)
+        print(f"the tests fail with every edge in place: {first}")
         return 1
-    edges = edges_in(lines)
     results = []
-    for edge in track(edges, "dropping edges", console=console):
-        _, failed = _run([*options.tests, "-x"], {"ZEROSHARD_DROP_EDGE": " < ".join(edge.frames)})
+    for edge in edges_in(lines):
+        _, failed = _run([*tests, "-x"], {"ZEROSHARD_DROP_EDGE": " < ".join(edge.frames)})
         results.append(Result(edge.name, edge.frames[0], failed))
+        print(f"{edge.name} is missed by {failed or 'no test'}", flush=True)
     wrong = problems(results, json.loads(MASKED.read_text()))
-    if options.json:
-        print(json.dumps({"edges": [asdict(result) for result in results], "problems": wrong}, indent=2))
-    else:
-        table = Table("edge", "missed by")
-        for result in results:
-            table.add_row(result.edge, result.missed_by or "no test")
-        Console().print(table)
-        for text in wrong:
-            Console().print(text, markup=False)
+    print(*wrong, f"{len(results)} edges, {len(wrong)} problems", sep="\n")
     return 1 if wrong or not results else 0
 
 
@@ -167,4 +144,4 @@ def _parsed(path: str) -> ast.Module:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:] or TESTS))

@@ -1,9 +1,9 @@
 """Runs the programs of ``tests/emulated/corpus`` several times, and says whether all runs report each of them alike.
 
-Run as ``python tools/emulated_corpus.py`` where the packages are installed: 20 runs of every file, with random delays
-of up to 50 ms in the threads that move the data of collectives, and two busy loops beside them. ``--runs``, ``--delay``
-and ``--busy`` change that, ``--json`` writes the result for machines. The exit status is 1 if a program of a file
-``right_*`` fails, one of ``wrong_*`` passes, or any is not reported alike in all runs.
+Run as ``python tools/emulated_corpus.py`` where the packages are installed: 20 runs, or as many as are asked for, with
+random delays of up to 50 ms in the threads that move the data of collectives, and two busy loops beside them. The exit
+status is 1 if a program of a file ``right_*`` fails, one of ``wrong_*`` passes, or any is not reported alike in all
+runs.
 
 What is compared of a race or of memory freed in use is its kind and both call sites, of all ranks together; of other
 errors it is their text, without gloo's own words and without what ranks say of another's end.
@@ -17,17 +17,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.table import Column, Table
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests" / "emulated" / "corpus"
@@ -54,7 +48,6 @@ class Verdict:
     text: str
     errors: frozenset[str]
     findings: frozenset[tuple[str, ...]]
-    seconds: float
 
     @property
     def reports(self) -> frozenset[str]:
@@ -68,80 +61,31 @@ class Verdict:
         return frozenset([*errors, *(" | ".join(finding) for finding in self.findings)])
 
 
-@dataclass
-class Tried:
-    """A program in all runs: how it ended, and with which reports."""
-
-    name: str
-    outcomes: set[str] = field(default_factory=set)
-    reports: list[frozenset[str]] = field(default_factory=list)
-
-    @property
-    def problem(self) -> str:
-        """What is wrong, empty if nothing is."""
-        due = "passed" if self.name.startswith("right") else "failure"
-        if self.outcomes != {due}:
-            return f"{', '.join(sorted(self.outcomes))}, due is {due}"
-        return "" if len(set(self.reports)) == 1 else f"{len(set(self.reports))} different sets of reports"
-
-    @property
-    def differing(self) -> list[str]:
-        """The reports that some runs have, and others have not."""
-        return sorted(frozenset().union(*self.reports) - self.reports[0].intersection(*self.reports))
-
-
-def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="what to run instead of the whole corpus")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="how often everything runs")] = 20,
-    delay: Annotated[float, typer.Option(min=0, help="longest delay in the group's threads, in seconds")] = 0.05,
-    first_seed: Annotated[int, typer.Option(help="seed of the delays of the first run; each has the next")] = 1,
-    busy: Annotated[int, typer.Option(min=0, help="busy loops beside it")] = 2,
-    select: Annotated[str, typer.Option("-k", help="only programs that match this, as pytest's option has it")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="write what was found to this file")] = None,
-) -> None:
-    """Run the corpus several times, and compare what is reported."""
-    console, notes = Console(), Console(stderr=True)
-    tried: dict[str, Tried] = {}
-    seconds = []
-    with tempfile.TemporaryDirectory() as folder, busy_loops(busy):
+def main(runs: int = 20) -> int:
+    """Run the corpus several times, compare what is reported, and return the exit status."""
+    found: dict[str, list[Verdict]] = {}
+    with tempfile.TemporaryDirectory() as folder, busy_loops(2):
         for run in range(1, runs + 1):
-            begin = time.monotonic()
-            environment = {"ZEROSHARD_EMULATED_DELAYS": f"{delay}:{first_seed + run - 1}"} if delay else {}
-            verdicts = run_programs(
-                files or programs(), Path(folder) / str(run), environment=environment, select=select
-            )
-            seconds.append(time.monotonic() - begin)
+            environment = {"ZEROSHARD_EMULATED_DELAYS": f"0.05:{run}"}
+            verdicts = run_programs(programs(), Path(folder) / str(run), environment=environment)
             for name, verdict in verdicts.items():
-                one = tried.setdefault(name, Tried(name))
-                one.outcomes.add(verdict.outcome)
-                one.reports.append(verdict.reports)
-            notes.print(f"run {run} of {runs}: {len(verdicts)} programs in {seconds[-1]:.0f} s", highlight=False)
-    # One that is missing in a run is as bad as one that differs.
-    for one in tried.values():
-        if len(one.reports) < runs:
-            one.outcomes.add("missing")
-    console.print(_table(list(tried.values())))
-    wrong = [one for one in tried.values() if one.problem]
-    for one in wrong:
-        console.print(f"{one.name}: {one.problem}", markup=False, highlight=False)
-        for report in one.differing:
-            console.print(f"  {report}", markup=False, highlight=False)
-    summary = f"{len(tried) - len(wrong)} of {len(tried)} programs are reported as is due, and alike in {runs} runs"
-    console.print(f"{summary}; {sum(seconds) / len(seconds):.0f} s a run", markup=False, highlight=False)
-    if json_file is not None:
-        found = [
-            {
-                "program": one.name,
-                "outcomes": sorted(one.outcomes),
-                "reports": sorted(one.reports[0]),
-                "problem": one.problem,
-                "differing": one.differing,
-            }
-            for one in tried.values()
-        ]
-        result = {"runs": runs, "delay": delay, "busy": busy, "seconds": seconds, "programs": found}
-        json_file.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    raise typer.Exit(1 if wrong or not tried else 0)
+                found.setdefault(name, []).append(verdict)
+            print(f"run {run} of {runs}: {len(verdicts)} programs", file=sys.stderr, flush=True)
+    wrong = {name: text for name, verdicts in found.items() if (text := problem(name, verdicts, runs))}
+    for name, text in wrong.items():
+        print(f"{name}: {text}")
+    print(f"{len(found) - len(wrong)} of {len(found)} programs are reported as is due, and alike in {runs} runs")
+    return int(bool(wrong) or not found)
+
+
+def problem(name: str, verdicts: Sequence[Verdict], runs: int) -> str:
+    """Say what is wrong with a program's verdicts, empty if nothing is."""
+    due, outcomes = "passed" if name.startswith("right") else "failure", {verdict.outcome for verdict in verdicts}
+    if outcomes != {due} or len(verdicts) < runs:
+        return f"{', '.join(sorted(outcomes))} in {len(verdicts)} of {runs} runs, due is {due}"
+    reports = [verdict.reports for verdict in verdicts]
+    differing = sorted(frozenset().union(*reports) - reports[0].intersection(*reports))
+    return "\n  ".join(["some runs report, and others do not:", *differing]) if differing else ""
 
 
 def programs() -> list[Path]:
@@ -150,15 +94,9 @@ def programs() -> list[Path]:
 
 
 def run_programs(
-    files: Sequence[Path | str], folder: Path, *, environment: Mapping[str, str] | None = None, select: str = ""
+    files: Sequence[Path | str], folder: Path, *, environment: Mapping[str, str] | None = None
 ) -> dict[str, Verdict]:
-    """Run files of the corpus in a pytest of their own.
-
-    Args:
-        files: which, or ids of pytest's nodes in them.
-        folder: where its files go; made if it is not there.
-        environment: variables in addition to those of this process.
-        select: which tests, as pytest's option ``-k`` has it; all by default.
+    """Run files of the corpus, or nodes in them, in a pytest of their own, which writes to a folder.
 
     Returns:
         By file, function and parameters, such as ``"right_by_page.test_ddp[2-emulated]"``.
@@ -171,7 +109,6 @@ def run_programs(
     loaded = [argument for module in _LOADED for argument in ("-p", module)]
     options = [*loaded, "-p", "no:cacheprovider", "--tb=short", "-m", "exhaustive or not exhaustive"]
     options += ["--ranks-require=emulated", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
-    options += ["-k", select] if select else []
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COLUMNS"))}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *map(str, files)],
@@ -184,8 +121,7 @@ def run_programs(
         stderr=subprocess.STDOUT,
         check=False,
     )
-    # 5: nothing is selected
-    if done.returncode not in (0, 1, 5) or not report.exists():
+    if done.returncode not in (0, 1) or not report.exists():
         raise RuntimeError(f"pytest has ended with status {done.returncode}:\n{done.stdout}")
     # pytest has just written it.
     return dict(map(_verdict, ElementTree.parse(report).iter("testcase")))  # noqa: S314
@@ -200,8 +136,7 @@ def _verdict(element: ElementTree.Element) -> tuple[str, Verdict]:
     # Which rank found it differs with the timing.
     errors = (re.sub(r"^(?:\w+\.)*(\w+: )(?:rank \d+: )?", r"\1", error) for error in _HEADING.findall(text))
     name = f"{element.get('classname', '').rpartition('.')[2]}.{element.get('name')}"
-    outcome = "passed" if found is None else found.tag
-    return name, Verdict(outcome, text, frozenset(errors), frozenset(findings), float(element.get("time", 0)))
+    return name, Verdict("passed" if found is None else found.tag, text, frozenset(errors), frozenset(findings))
 
 
 @contextmanager
@@ -216,13 +151,5 @@ def busy_loops(number: int) -> Iterator[None]:
             loop.wait()
 
 
-def _table(tried: Sequence[Tried]) -> Table:
-    table = Table(Column("program", overflow="fold"), "ended", "reports", "alike", title="What the corpus reports")
-    for one in tried:
-        alike = "yes" if len(set(one.reports)) == 1 else "no"
-        table.add_row(one.name, ", ".join(sorted(one.outcomes)), str(len(one.reports[0])), alike)
-    return table
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    raise SystemExit(main(*map(int, sys.argv[1:])))

@@ -6,9 +6,8 @@ where its build reads it, and names its siblings by it, because each is built fr
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,31 +33,15 @@ def versions(root: Path = ROOT) -> set[str]:
 
 
 def set_version(version: str, root: Path = ROOT) -> None:
-    """Write a version to every place.
-
-    Raises:
-        ValueError: if it has another form than ``0.2.0``, ``0.2.0rc1`` or ``0.2.0.dev1``.
-    """
+    """Write a version to every place; exit if it has another form than ``0.2.0``, ``0.2.0rc1`` or ``0.2.0.dev1``."""
     if not _FORM.fullmatch(version):
-        raise ValueError(f"a version looks like 0.2.0, 0.2.0rc1 or 0.2.0.dev1, and not like {version!r}")
+        raise SystemExit(f"a version looks like 0.2.0, 0.2.0rc1 or 0.2.0.dev1, and not like {version!r}")
     for pattern, place in PLACES:
         for file in root.glob(pattern):
             file.write_text(place.sub(version, file.read_text("utf-8")), encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the version or set it; the exit status is 1 if places name several."""
-    parser = argparse.ArgumentParser(description="Print the version of the packages, or set it.")
-    parser.add_argument("version", nargs="?", help="such as 0.2.0")
-    chosen = parser.parse_args(arguments).version
-    if chosen is not None:
-        try:
-            set_version(chosen)
-        except ValueError as error:
-            parser.error(str(error))
-    print(*sorted(versions()))
-    return int(len(versions()) != 1)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for given in sys.argv[1:]:
+        set_version(given)
+    print(*sorted(versions()))

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer", reason="tools/emulated_corpus.py has a command line")
-
 from emulated_corpus import Verdict, programs, run_programs
 
 pytestmark = pytest.mark.exhaustive

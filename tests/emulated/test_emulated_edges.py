@@ -1,4 +1,4 @@
-"""Training that needs each ordering edge of the hooks: what `nox -s dropped-edges` runs with one of them left out.
+"""Training that needs each ordering edge of the hooks: what `tools/dropped_edges.py` runs with one of them left out.
 
 At two ranks most edges are masked by others, by a collective's own for example. Each of these trainings takes such a
 mask away: one rank, gradients that are added to those of an earlier backward, work of autograd after the last bucket, a

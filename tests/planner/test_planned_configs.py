@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,6 @@ import pytest
 pytest.importorskip("transformers", reason="configs are those of transformers")
 pytest.importorskip("typer", reason="the command needs the extra zeroshard[cli]")
 
-import planning_page
 from zeroshard.planner import main
 from zeroshard.planner.models import InputError, Model, read_model
 
@@ -100,5 +101,16 @@ def test_what_cannot_be_built_is_told_in_one_line(tmp_path: Path, config: object
     assert "\n" not in str(raised.value)
 
 
-def test_the_page_shows_what_its_commands_print() -> None:
-    assert planning_page.main(["--check"]) == 0
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+SHOWN = re.findall(
+    r"^```console\n\$ zeroshard (.*?)(?<!\\)\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize(("arguments", "output"), SHOWN)
+def test_the_page_shows_what_its_commands_print(arguments: str, output: str) -> None:
+    program = [sys.executable, "-W", "ignore", "-c", "from zeroshard.planner import main; main()"]
+    command = [*program, *shlex.split(arguments.replace("\\\n", " "))]
+    folder = PAGE.parent / "examples" / "configs"
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    assert [line.rstrip() for line in done.stdout.splitlines()] == output.splitlines()

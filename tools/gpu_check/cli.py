@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -43,19 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # After each step: what ends this process must not take the report with it.
         write_report()
 
-    if options.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     run = Run(Budget(options.budget, options.slow), record_outcome)
     run.find_machine()
     with ExitStack() as stack:
-
-        @cache
-        def share() -> Mapping[str, str]:
-            if options.no_mps:
-                return {}
-            return stack.enter_context(served_by_mps(notes))
-
-        run.run(steps, share)
+        run.run(steps, cache(lambda: stack.enter_context(served_by_mps(notes))))
     # With what has happened at the end.
     write_report()
     print(f"{time.monotonic() - run.budget.began:.0f} s; the report: {report}")
@@ -85,6 +76,4 @@ def _parser() -> argparse.ArgumentParser:
     names = "names of steps, such as 1,3b,5; step 1 always runs"
     add("--only", type=lambda text: text.split(","), default=[], help=names)
     add("--commit", default=given("COMMIT", ""), help="name of the sources, if they are no git checkout; also COMMIT")
-    add("--no-mps", action="store_true", help="do not start NVIDIA's MPS for two NCCL ranks")
-    add("--cpu", action="store_true", help="run the stand-ins on the CPU, also if there is a GPU")
     return parser

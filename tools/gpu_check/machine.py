@@ -84,5 +84,5 @@ def why_unusable() -> str:
 
 if __name__ == "__main__":
     if reason := why_unusable():
-        raise SystemExit(f"{' '.join(reason.split())} (with --cpu, stand-ins run on the CPU)")
+        raise SystemExit(f"{' '.join(reason.split())} (with CUDA_VISIBLE_DEVICES= set, stand-ins run on the CPU)")
     print(json.dumps(describe()))

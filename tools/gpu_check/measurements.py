@@ -53,13 +53,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the measurements.
-
-    Attributes:
-        model: the size, a name in `models.SIZES`.
-        iterations: how many are timed at once.
-        rounds: how often that is repeated; medians are of these.
-    """
+    """Options: a size in `models.SIZES`, how many iterations are timed at once, and how often, of which are medians."""
 
     model: str = "124M"
     iterations: int = 6

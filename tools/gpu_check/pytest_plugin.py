@@ -10,8 +10,8 @@ from gpu_check.sharing import ALSO_ON, SHARED, claim_host
 from zeroshard_testing import backends
 
 if os.environ.get(ALSO_ON):
-    # The module beside the tests, whose list their marks take.
-    importlib.import_module("training").EVERYWHERE.extend(os.environ[ALSO_ON].split(","))
+    # The marks of tests take this list.
+    importlib.import_module("support.training").EVERYWHERE.extend(os.environ[ALSO_ON].split(","))
 
 if os.environ.get(SHARED):
     # Before 2.30 too, by sharing.claim_host.

@@ -12,14 +12,7 @@ from gpu_check.steps import NO_GPU
 
 
 def report_of(machine: Mapping[str, str], commit: str, notes: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """Return the report of a run.
-
-    Args:
-        machine: what `gpu_check.machine.describe` found.
-        commit: of the checkout.
-        notes: sentences that apply to the run.
-        outcomes: of the steps so far.
-    """
+    """Return the report of the steps so far on what `gpu_check.machine.describe` found; notes apply to all of it."""
     device = machine.get("GPU", NO_GPU)
     facts = {**machine, "commit": commit, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
     counts = Counter(outcome.verdict for outcome in outcomes)

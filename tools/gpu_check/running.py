@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gpu_check.sharing import SHARED
 from gpu_check.steps import FULL, NO_GPU, ROOT, VERSIONS, Command, Step, pythonpath
@@ -32,24 +32,18 @@ _MOST_LINES = 40
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its status, None if it ran out of time, all it printed, its seconds, whether it is gone."""
+    """How a process ended: its status, None if it ran out of time, all it printed, and its seconds."""
 
     status: int | None
     output: str
     seconds: float
-    is_gone: bool = True
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a step.
+    """The result of a step. The title names what ran in its place; the detail is a reason, or counts of tests.
 
     Attributes:
-        name: the step's.
-        title: the step's, with the name of what ran in its place.
-        verdict: how it ended.
-        detail: counts of tests, or the reason.
-        seconds: that it took.
         body: Markdown for the report.
         is_hopeless: whether none of it worked, or NCCL refused two ranks on one GPU.
     """
@@ -65,13 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much time there is.
-
-    Attributes:
-        seconds: for all steps.
-        slow: factor of every step's limit.
-        began: when the budget began, by the monotonic clock.
-    """
+    """How many seconds there are for all steps, counted from `began`; `slow` is a factor of every step's limit."""
 
     seconds: float
     slow: float = 1.0
@@ -88,19 +76,12 @@ class Budget:
         return min(max(scaled, min(step.limit, _LEAST)), self.left)
 
 
-def run_process(command: Command, limit: float, environment: Mapping[str, str]) -> Ended:
+def run_process(command: Command, limit: float, environment: dict[str, str]) -> Ended:
     """Run a program in the checkout; interrupt it after `limit` seconds, and kill its process group in the end."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, start_new_session=True, **streams)
         status: int | None = None
         try:
             status = process.wait(limit)
@@ -114,8 +95,7 @@ def run_process(command: Command, limit: float, environment: Mapping[str, str]) 
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_DEAD)
         output.seek(0)
-        is_gone = process.returncode is not None
-        return Ended(status, output.read().decode(errors="replace"), time.monotonic() - began, is_gone)
+        return Ended(status, output.read().decode(errors="replace"), time.monotonic() - began)
 
 
 @dataclass
@@ -123,10 +103,8 @@ class Run:
     """Runs the table of steps, and goes on after failures.
 
     Attributes:
-        budget: how much time there is.
         record_outcome: called with each outcome and all output of its step.
         machine: what `gpu_check.machine.describe` found, empty before `find_machine`.
-        outcomes: of the steps so far.
     """
 
     budget: Budget
@@ -154,12 +132,7 @@ class Run:
         self._end(outcome, output)
 
     def run(self, steps: Iterable[Step], share: Callable[[], Mapping[str, str]]) -> None:
-        """Run steps.
-
-        Args:
-            steps: in this order.
-            share: called before each step on two NCCL ranks of one GPU; returns variables that it needs too.
-        """
+        """Run steps; before those on two NCCL ranks of one GPU, `share` is called for more variables."""
         for step in steps:
             chosen = step if self.has_gpu else step.on_cpu()
             reason = self._why_not(step) or (chosen if isinstance(chosen, str) else "")
@@ -228,8 +201,7 @@ def judge(ended: Ended, limit: float, *, counts_tests: bool) -> tuple[Verdict, s
     counts = Counter(outcome.lower() for outcome, _ in find_tests(ended.output)) if counts_tests else Counter[str]()
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     if ended.status is None:
-        held = "" if ended.is_gone else " and could not be killed"
-        return "timed out", f"after {limit:.0f} s{held}" + (f": {told}" if told else "")
+        return "timed out", f"after {limit:.0f} s" + (f": {told}" if told else "")
     if ended.status:
         how = f"exit status {ended.status}" if ended.status > 0 else f"killed by {signal.Signals(-ended.status).name}"
         return "failed", f"{how}: {told}" if told else how

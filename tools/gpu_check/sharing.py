@@ -53,14 +53,7 @@ def claim_host() -> None:
 
 @contextmanager
 def served_by_mps(notes: list[str]) -> Iterator[Mapping[str, str]]:
-    """Run NVIDIA's MPS during the block, if it is installed and works.
-
-    Args:
-        notes: takes sentences for the report.
-
-    Yields:
-        The environment variables of its clients, empty without MPS.
-    """
+    """Run NVIDIA's MPS during the block if it works, yield variables for its clients, and add notes for the report."""
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
         notes.append("MPS is not installed: kernels of the two ranks take turns.")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from gpu_check.sharing import ALSO_ON, ENVIRONMENT
 
@@ -19,13 +20,7 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Substitute:
-    """What runs in place of a step where there is no GPU.
-
-    Attributes:
-        name: what it is, for the report.
-        command: the program and its arguments.
-        limit: seconds after which it is ended, if other than the step's.
-    """
+    """What runs in place of a step where there is no GPU, with the step's limit if it has none of its own."""
 
     name: str
     command: Command
@@ -37,10 +32,8 @@ class Step:
     """One row of the table.
 
     Attributes:
-        name: number and letter, as ``--only`` takes them.
         title: what it shows.
         limit: seconds after which it is ended.
-        command: the program and its arguments.
         without_gpu: what runs without a GPU, or why nothing does; None if the same command does.
         environment: variables beside those of the driver.
         after: names of steps that show whether this one can work: if one timed out, or nothing in it worked, this is
@@ -72,74 +65,38 @@ NO_GPU = "none"
 
 
 def table(workers: int) -> list[Step]:
-    """Return the steps after `VERSIONS`.
-
-    Args:
-        workers: how many tests run at a time, if pytest-xdist is installed.
-    """
+    """Return the steps after `VERSIONS`; so many tests run at a time, if pytest-xdist is installed."""
     gloo, nccl = ("--ranks-backend=gloo-cuda",), ("--ranks-backend=nccl",)
     emulated = _tests(workers, "--ranks-backend=emulated", "--ranks-timeout=60", "-m", _ALL, "-k", _PARITY, _HOOKS)
     title = "torch's sanitizer of streams, one of 2 ranks"
     streams = _measure("8a", title, 40, "iterations", 2, "fake", without_gpu="no GPU, and sanitizers look at CUDA")
+    hooks = _tests(workers, *gloo, _HOOKS, "tests/step/test_master_weights.py")
+    # Its extension may have to be compiled.
+    on_emulated = Substitute("stand-in: the emulated device", emulated, 180)
+    all_tests, no_gpu = _tests(workers, *gloo, "tests"), "no GPU; `nox -s tests` runs these tests on the CPU"
+    shared = _tests(1, *nccl, "-k", "2-nccl", _HOOKS, *_TRANSFERS)
+    delayed, over_gloo = ("parity,waits", 2, "nccl"), "two ranks on one GPU over gloo"
+    sanitized = ("compute-sanitizer", "--error-exitcode=9", *streams.command)
     return [
-        Step(
-            "2a",
-            "two ranks on one GPU over gloo: hooks",
-            60,
-            _tests(workers, *gloo, _HOOKS, "tests/step/test_master_weights.py"),
-            # Its extension may have to be compiled.
-            Substitute("stand-in: the emulated device", emulated, 180),
-        ),
+        Step("2a", f"{over_gloo}: hooks", 60, hooks, on_emulated),
         Step("3a", "NCCL at one rank: tests", 60, _tests(workers, *nccl, "-k", "1-nccl", "tests"), _NO_NCCL),
-        _measure("3b", "two NCCL ranks share the GPU: delayed streams, host waits", 60, "parity,waits", 2, "nccl"),
+        _measure("3b", "two NCCL ranks share the GPU: delayed streams, host waits", 60, *delayed),
         _measure("4", "host waits at one rank: every hook, clipping, unscaling", 40, "waits", 1, "nccl"),
-        _measure(
-            "2c", "two ranks on one GPU over gloo: sharded gradients, memory and time", 40, "sharded", 2, "gloo", *_ONCE
-        ),
+        _measure("2c", f"{over_gloo}: sharded gradients, memory and time", 40, "sharded", 2, "gloo", *_ONCE),
         # The two after these quick ones may take all of their time.
-        Step(
-            "2b",
-            "two ranks on one GPU over gloo: tests of the CPU",
-            60,
-            _tests(workers, *gloo, "tests"),
-            "no GPU; `nox -s tests` runs these tests on the CPU",
-            {ALSO_ON: "gloo-cuda"},
-        ),
-        Step(
-            "3c",
-            "two NCCL ranks share the GPU: tests",
-            60,
-            _tests(1, *nccl, "-k", "2-nccl", _HOOKS, *_TRANSFERS),
-            _NO_NCCL,
-            ENVIRONMENT,
-            after=("3b",),
-        ),
+        Step("2b", f"{over_gloo}: tests of the CPU", 60, all_tests, no_gpu, {ALSO_ON: "gloo-cuda"}),
+        Step("3c", "two NCCL ranks share the GPU: tests", 60, shared, _NO_NCCL, ENVIRONMENT, after=("3b",)),
         _measure("5a", "memory of a 1.3B model, one of 8 ranks", 40, "memory", 8, "fake", "--model=1.3B"),
         _measure("5b", "memory of a 1.3B model, one rank", 40, "memory", 1, "nccl", "--model=1.3B"),
         _measure("5c", "memory of GPT-2 124M, two ranks over gloo", 40, "memory", 2, "gloo"),
         _measure("6a", "time of GPT-2 124M, one rank", 40, "times", 1, "nccl"),
         _measure("6b", "time of GPT-2 124M, one of 8 ranks, without the exchange", 40, "times", 8, "fake"),
         _measure("6c", "time of GPT-2 124M, two ranks over gloo", 40, "times", 2, "gloo", *_ONCE),
-        _measure("7a", "CUDA graph of step() at one rank", 30, "graph", 1, "nccl", without_gpu=_NO_GRAPHS),
-        _measure(
-            "7b",
-            "CUDA graph of step(), two NCCL ranks",
-            40,
-            "graph",
-            2,
-            "nccl",
-            without_gpu=_NO_GRAPHS,
-            after=("3b", "3c"),
-        ),
-        _measure("7c", "CUDA graph of step() over gloo: refused", 30, "graph", 2, "gloo", without_gpu=_NO_GRAPHS),
+        _measure("7a", "CUDA graph of step() at one rank", 30, "graph", 1, "nccl", **_GRAPH),
+        _measure("7b", "CUDA graph of step(), two NCCL ranks", 40, "graph", 2, "nccl", after=("3b", "3c"), **_GRAPH),
+        _measure("7c", "CUDA graph of step() over gloo: refused", 30, "graph", 2, "gloo", **_GRAPH),
         replace(streams, environment={"TORCH_CUDA_SANITIZER": "1"}),
-        replace(
-            streams,
-            name="8b",
-            title="compute-sanitizer, one of 2 ranks",
-            limit=90,
-            command=("compute-sanitizer", "--error-exitcode=9", *streams.command),
-        ),
+        replace(streams, name="8b", title="compute-sanitizer, one of 2 ranks", limit=90, command=sanitized),
     ]
 
 
@@ -150,11 +107,7 @@ def pythonpath() -> str:
 
 
 def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
-    """Return the steps with these names, or numbers such as ``"5"`` for 5a to 5c; all if there is no name.
-
-    Raises:
-        ValueError: if a name belongs to no step.
-    """
+    """Return the steps with these names, or numbers such as ``"5"`` for 5a to 5c; all if there is no name."""
     known = {VERSIONS.name, *(step.name for step in steps)}
     chosen = {each for each in known if not names or each in names or each.rstrip("abc") in names}
     unknown = [name for name in names if name not in {*known, *(each.rstrip("abc") for each in known)}]
@@ -167,20 +120,14 @@ _HOOKS = "tests/emulated/test_ddp_cuda.py"
 _PARITY, _ALL = "test_parity and views", "exhaustive or not exhaustive"
 _TRANSFERS = ("tests/checkpoint/test_state_transfer.py", "tests/step/test_implementations.py")
 _ONCE = ("--iterations=1", "--rounds=1")
-_NO_NCCL, _NO_GRAPHS = "no GPU, and NCCL needs one", "no GPU, and the CPU has no CUDA graphs"
+_NO_NCCL = "no GPU, and NCCL needs one"
+_GRAPH: Any = {"without_gpu": "no GPU, and the CPU has no CUDA graphs"}
 
 
 def _measure(
-    name: str,
-    title: str,
-    limit: float,
-    what: str,
-    ranks: int,
-    backend: str,
-    *options: str,
-    without_gpu: str = "",
-    after: tuple[str, ...] = (),
-) -> Step:
+    name: str, title: str, limit: float, what: str, ranks: int, backend: str, *options: str,
+    without_gpu: str = "", after: tuple[str, ...] = (),
+) -> Step:  # fmt: skip
     """Return a step of ``gpu_check.measure``; without a GPU it runs on the CPU, or not if `without_gpu` says why."""
 
     def on(chosen: str) -> Command:

@@ -12,9 +12,6 @@ import torch.distributed as dist
 class Table:
     """Prints a table row by row, so that a killed measurement leaves the rows that it finished.
 
-    Args:
-        columns: headings.
-
     Attributes:
         failed: how many rows were wrong on this rank.
     """
@@ -33,11 +30,7 @@ class Table:
 
     @contextmanager
     def tried(self, *cells: object) -> Iterator[list[object]]:
-        """Print a row that ends with the error that the block raises, and go on.
-
-        Yields:
-            An empty list. The row ends with the cells that the block adds to it, or with "ok".
-        """
+        """Print a row that ends with the error that the block raises, with the cells that it adds, or with "ok"."""
         found: list[object] = []
         try:
             yield found

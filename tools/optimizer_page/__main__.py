@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import typer
+
 # The trials import this folder by its name too, in processes of their own.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from optimizer_page.cli import app
+from optimizer_page.cli import main
 
 if __name__ == "__main__":
-    app(prog_name="optimizer_page")
+    typer.run(main)

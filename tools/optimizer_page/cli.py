@@ -1,35 +1,30 @@
-"""The command line: tries the optimizers of all packages, and shows or writes what was seen."""
+"""The command line: tries the optimizers of all packages, and writes what was seen as tables in Markdown."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
-import json
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from optimizer_page.page import page_of
 from optimizer_page.trials import PACKAGES, Seen, Trial
-from optimizer_page.workers import workers
+from optimizer_page.workers import ask
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import track
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+MARK = "<!-- What comes after this line is written by tools/optimizer_page. -->\n"
+_VERDICTS = ("equal", "coupled", "draws random numbers", "cannot tell")
 
 
-@app.command()
-def optimizer_page(
-    *,
+def main(
     package: Annotated[list[str] | None, typer.Option(help="Try this package only; may be repeated.")] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds after which the trial of a class is ended.")] = 300,
-    jobs: Annotated[int, typer.Option(min=1, help="How many are tried at the same time.")] = os.cpu_count() or 1,
-    write: Annotated[Path | None, typer.Option(help="Write the page into this file.", dir_okay=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was seen as JSON on standard output.")] = False,
+    *,
+    write: Annotated[bool, typer.Option("--write", help="Write the tables of docs/optimizers.md.")] = False,
 ) -> None:
     """Try whether the optimizers of well-known packages couple tensors, with zeroshard.check_optimizer, and may be cut.
 
@@ -41,58 +36,55 @@ def optimizer_page(
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(PACKAGES)}", param_hint="--package")
     try:
-        seen = list(_seen(names, limit, jobs))
+        seen = list(_seen(names))
         versions = {name: importlib.metadata.version(PACKAGES[name]).partition("+")[0] for name in names}
     except ImportError as error:
         raise typer.BadParameter(f"install the packages that are to be tried: {error}") from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
-    if write is not None:
-        write.write_text(page_of(seen, versions), encoding="utf-8")
-    if as_json:
-        rows = [{**dataclasses.asdict(one), "trial": one.trial.title, "package": one.trial.package} for one in seen]
-        typer.echo(json.dumps({"versions": versions, "seen": rows}, indent=1))
+    tables = tables_of(seen, versions)
+    if write:
+        before, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
+        PAGE.write_text(before + mark + tables, encoding="utf-8")
     else:
-        _show(seen)
+        typer.echo(tables)
     missing = [one for one in seen if one.is_missing]
     for one in missing:
-        typer.echo(
-            f"error: {one.trial.package}.{one.trial.title} couples tensors from step {one.first_step} on, and the "
-            f"table in zeroshard/plan/eligibility.py lacks it",
-            err=True,
-        )
+        title = f"{one.trial.package}.{one.trial.title}"
+        lacks = "the table in zeroshard/plan/eligibility.py lacks it"
+        typer.echo(f"error: {title} couples tensors from step {one.first_step} on, and {lacks}", err=True)
     raise typer.Exit(1 if missing else 0)
 
 
-def _seen(packages: Sequence[str], limit: float, jobs: int) -> Iterator[Seen]:
+def _seen(packages: Sequence[str]) -> Iterator[Seen]:
     """Yield what was seen, in the order of the packages and their classes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with workers(jobs, limit) as ask, Progress(*columns, console=Console(stderr=True)) as progress:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         trials: list[Trial] = []
-        for name in packages:
-            answer = ask(name)
+        for name, answer in zip(packages, pool.map(ask, packages), strict=True):
             if not isinstance(answer, list):
                 raise answer if isinstance(answer, ImportError) else ImportError(f"{name}: {answer}")
             trials += answer
-        task = progress.add_task("trying optimizers", total=len(trials))
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = {pool.submit(ask, trial): trial for trial in trials}
-            try:
-                for future in as_completed(futures):
-                    progress.update(task, advance=1, description=futures[future].name)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        for future, trial in futures.items():
-            found = future.result()
-            yield found if isinstance(found, Seen) else Seen(trial, "cannot tell", None, str(found))
+        try:
+            answers = track(pool.map(ask, trials), "trying optimizers", len(trials), console=Console(stderr=True))
+            for trial, answer in zip(trials, answers, strict=True):
+                yield answer if isinstance(answer, Seen) else Seen(trial, "cannot tell", None, str(answer))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _show(seen: Sequence[Seen]) -> None:
-    table = Table("package", "class", "seen", "step", "partition", "remark")
-    for one in seen:
-        table.add_row(
-            one.trial.package, one.trial.title, one.verdict, str(one.first_step or ""), one.partition, one.reason
-        )
-    Console().print(table)
+def tables_of(seen: Sequence[Seen], versions: Mapping[str, str]) -> str:
+    """Return a table of counts, and one of the classes of each package."""
+    lines = ["", f"| package | version | {' | '.join(_VERDICTS)} |", "| --- | --- |" + " ---: |" * len(_VERDICTS)]
+    for package, version in versions.items():
+        counts = Counter(one.verdict for one in seen if one.trial.package == package)
+        lines.append(f"| {package} | {version} | {' | '.join(str(counts[verdict]) for verdict in _VERDICTS)} |")
+    for package, version in versions.items():
+        lines += ["", f"## {package} {version}", "", "| class | seen | step | partition | remark |"]
+        lines += ["| --- | --- | ---: | --- | --- |"]
+        lines += [_row(one) for one in seen if one.trial.package == package]
+    return "\n".join(lines) + "\n"
+
+
+def _row(seen: Seen) -> str:
+    remark = seen.reason.replace("|", "\\|").replace("<", "\\<")
+    partition = f'`"{seen.partition}"`' if seen.partition not in ("", "refused") else seen.partition
+    cells = [f"`{seen.trial.title}`", seen.verdict, seen.first_step or "", partition, remark]
+    return f"| {' | '.join(map(str, cells))} |"

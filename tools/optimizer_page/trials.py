@@ -30,6 +30,8 @@ PACKAGES: Mapping[str, str] = {
 }
 """Modules with optimizers, each with the name of the distribution that it comes from."""
 
+Build = Callable[..., torch.optim.Optimizer]
+"""Builds an optimizer from parameters and arguments."""
 _RATE = ({"lr": 0.1, "momentum": 0.9},)
 _SHARP = ({"base_optimizer": torch.optim.SGD},)
 ARGUMENTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -71,22 +73,16 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """The class as it is called, e.g. ``"Lamb(pre_norm=True)"``."""
-        given = [
-            f"{key}={value.__name__ if isinstance(value, type) else value}" for key, value in self.arguments.items()
-        ]
+        """The class as it is called, such as ``"Lamb(pre_norm=True)"``."""
+        given = [f"{key}={getattr(value, '__name__', value)}" for key, value in self.arguments.items()]
         return f"{self.name}({', '.join(given)})" if given else self.name
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a trial has shown.
+    """What a trial has shown: what :class:`zeroshard.OptimizerCheck` has, and whether ZeroRedundancyOptimizer refuses.
 
-    Attributes:
-        trial: which.
-        verdict, first_step, reason: as of :class:`zeroshard.OptimizerCheck`.
-        refused: whether ZeroRedundancyOptimizer refuses it.
-        fits: the partition for it if it is not refused, see :func:`partition_of`.
+    If it does not, the class fits the partition that :func:`partition_of` returns.
     """
 
     trial: Trial
@@ -108,11 +104,7 @@ class Seen:
 
 
 def trials_of(package: str) -> list[Trial]:
-    """List what is to be tried of a package: its own classes, as they are exported.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """List what is to be tried of a package: its own classes, as they are exported; ImportError if it is missing."""
     found = [
         name
         for name, item in vars(importlib.import_module(package)).items()
@@ -137,14 +129,11 @@ def run(trial: Trial) -> Seen:
     return Seen(trial, check.verdict, check.first_step, check.reason, refused, fits)
 
 
-def partition_of(
-    build: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any], *, draws: bool = False
-) -> str:
-    """Step a tensor whole and in two parts, and return the name of the partition that fits.
+def partition_of(build: Build, arguments: Mapping[str, Any], *, draws: bool = False) -> str:
+    """Return the partition that fits: a tensor is stepped whole and in two parts.
 
     ``"split"`` if both give the same bits and the state can be cut too, ``"whole"`` if there is state that belongs to
-    no tensor, which is not supported beside other classes, else ``"level"``: also if the class ``draws`` random
-    numbers, of which parts get others, or fails with such tensors.
+    no tensor, else ``"level"``: also if the class draws random numbers, of which parts get others, or fails.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
@@ -155,7 +144,7 @@ def partition_of(
         return "level"
 
 
-def _has_other_state(build: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
+def _has_other_state(build: Build, arguments: Mapping[str, Any]) -> bool:
     param = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = build([param], **arguments)
     getattr(optimizer, "train", bool)()
@@ -164,7 +153,7 @@ def _has_other_state(build: Callable[..., torch.optim.Optimizer], arguments: Map
     return not all(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
-def _may_be_cut(build: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
+def _may_be_cut(build: Build, arguments: Mapping[str, Any]) -> bool:
     spec = TensorSpec("tensor", _WHOLE, torch.float32)
     for scale in (1.0, 1000.0):
         generator = torch.Generator().manual_seed(0)
@@ -193,7 +182,7 @@ def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor[:_CUT_AT], tensor[_CUT_AT:]
 
 
-def builder_of(package: str, kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def builder_of(package: str, kind: type[torch.optim.Optimizer]) -> Build:
     """Return what builds an optimizer of a class from parameters and arguments: mostly the class itself."""
     if package == "pytorch_optimizer" and kind.__name__ in _WRAPPERS:
         return lambda params, **arguments: cast(Any, kind)(torch.optim.AdamW(params), **arguments)
@@ -202,11 +191,7 @@ def builder_of(package: str, kind: type[torch.optim.Optimizer]) -> Callable[...,
     return kind
 
 
-def _is_refused(
-    kind: type[torch.optim.Optimizer],
-    build: Callable[..., torch.optim.Optimizer],
-    arguments: Mapping[str, Any],
-) -> bool:
+def _is_refused(kind: type[torch.optim.Optimizer], build: Build, arguments: Mapping[str, Any]) -> bool:
     known = COUPLED.get(f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}")
     if known is not None and not known.arguments:
         return True

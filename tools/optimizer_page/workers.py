@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+import threading
 
 from optimizer_page.trials import serve
+
+LIMIT = 300.0
+"""Seconds that a trial may take."""
+_own = threading.local()
 
 
 class Worker:
@@ -48,23 +50,9 @@ class Worker:
         theirs.close()
 
 
-@contextmanager
-def workers(count: int, limit: float) -> Iterator[Callable[[object], object]]:
-    """Yield a function for any thread that asks the next worker that is free, as :meth:`Worker.ask`."""
-    everyone = [Worker(limit) for _ in range(count)]
-    free: SimpleQueue[Worker] = SimpleQueue()
-    for worker in everyone:
-        free.put(worker)
-
-    def ask(question: object) -> object:
-        chosen = free.get()
-        try:
-            return chosen.ask(question)
-        finally:
-            free.put(chosen)
-
-    try:
-        yield ask
-    finally:
-        for worker in everyone:
-            worker.close()
+def ask(question: object) -> object:
+    """Ask the worker of this thread, see :meth:`Worker.ask`; it ends with this process."""
+    if not hasattr(_own, "worker"):
+        _own.worker = Worker(LIMIT)
+    worker: Worker = _own.worker
+    return worker.ask(question)

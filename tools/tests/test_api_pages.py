@@ -49,13 +49,9 @@ def documented() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 EXPORTED = exported()
 
 
-def test_the_packages_export_names() -> None:
-    assert len(EXPORTED) > 8
-    assert {"zeroshard", "zeroshard_core", "zeroshard_comm", "zeroshard_testing"} <= EXPORTED.keys()
-
-
 @pytest.mark.parametrize("module", [name for name in EXPORTED if name != "zeroshard_core.plan"])
 def test_every_exported_name_has_an_entry_and_a_place_in_a_table(module: str) -> None:
+    assert EXPORTED.keys() >= {"zeroshard", "zeroshard_core", "zeroshard_comm", "zeroshard_testing"}
     entries, tables = documented()
     names = set(EXPORTED[module]) - (REEXPORTED if module != "zeroshard" else set())
     constants = {name for name in names if name.isupper() or name in {"Cost", "Owners", "Probed", "Strategy"}}

@@ -16,43 +16,19 @@ PLAIN = replace(draw(0), mode="reduce_to_owner", heads="both", flags=(), frozen=
 TWICE = replace(PLAIN, iterations=(("backward", "step"), ("backward", "step")))
 
 
-def problems(count, family="", mode=""):
-    loops = [draw(seed, family) for seed in range(count)]
-    outcomes = {loop: run(loop) for loop in (replace(each, mode=mode or each.mode) for each in loops)}
-    return [
-        f"{problem(loop, outcome)}: {outcome} {loop}" for loop, outcome in outcomes.items() if problem(loop, outcome)
-    ]
+FEW = [("", "", 20), ("", SHARDED, 12), *((family, "", 2) for family in FAMILIES)]
+MANY = [("", "", 300), ("", SHARDED, 300)]
+MANY += [(family, mode, count) for family in FAMILIES for mode, count in (("", 40), (SHARDED, 12))]
 
 
-def test_some_loops_are_equal_or_refused():
-    assert problems(20) == []
-
-
-def test_some_loops_with_sharded_gradients_are_equal_or_refused():
-    assert problems(12, mode=SHARDED) == []
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_some_loops_of_each_family_are_equal_or_refused(family):
-    assert problems(2, family) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", FAMILIES)
-def test_many_loops_of_each_family_are_equal_or_refused(family):
-    assert problems(40, family) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loops_of_each_family_with_sharded_gradients_are_equal_or_refused(family):
-    assert problems(12, family, SHARDED) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["", SHARDED])
-def test_many_loops_are_equal_or_refused(mode):
-    assert problems(300, mode=mode) == []
+@pytest.mark.parametrize(
+    ("family", "mode", "count"), [*FEW, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MANY)]
+)
+def test_loops_are_equal_or_refused_as_the_table_says(family, mode, count):
+    for loop in (draw(seed, family) for seed in range(count)):
+        trained = replace(loop, mode=mode or loop.mode)
+        outcome = run(trained)
+        assert problem(trained, outcome) == "", f"{outcome} {trained}"
 
 
 def test_a_loop_is_a_function_of_its_seed_and_loops_are_of_every_kind():

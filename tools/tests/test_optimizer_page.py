@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+import typer
 from optimizer_page import cli
-from optimizer_page.page import page_of
+from optimizer_page.cli import tables_of
 from optimizer_page.trials import ARGUMENTS, PACKAGES, Seen, Trial, partition_of, run, trials_of
 from optimizer_page.workers import Worker
-from typer.testing import CliRunner
 
 FAKE = """
 import os, time
@@ -66,15 +63,11 @@ SEEN = [
 ]
 
 
-def test_all_classes_of_torch_are_tried_but_not_what_they_derive_from():
-    names = {trial.name for trial in trials_of("torch.optim")}
-    assert {"AdamW", "LBFGS", "SparseAdam"} <= names
-    assert "Optimizer" not in names
-
-
-def test_a_trial_tells_what_is_seen_and_whether_it_is_refused():
-    assert run(Trial("torch.optim", "AdamW")) == Seen(Trial("torch.optim", "AdamW"), "equal", fits="split")
-    found = run(Trial("torch.optim", "LBFGS"))
+def test_a_trial_of_a_class_tells_what_is_seen_and_whether_it_is_refused():
+    trials = {trial.name: trial for trial in trials_of("torch.optim")}
+    assert "Optimizer" not in trials
+    assert run(trials["AdamW"]) == Seen(Trial("torch.optim", "AdamW"), "equal", fits="split")
+    found = run(trials["LBFGS"])
     assert (found.verdict, found.refused, found.partition, found.is_missing) == ("coupled", True, "refused", False)
 
 
@@ -116,40 +109,41 @@ def test_a_class_that_hangs_or_ends_its_process_cannot_be_told_and_others_are_tr
         worker.close()
 
 
-def test_the_page_has_a_row_for_each_and_counts():
-    page = page_of(SEEN, {"torch.optim": "2.13.0", "heavyball": "3.2.1"})
-    assert page.startswith("<!-- Written by tools/optimizer_page")
-    assert "| torch.optim | 2.13.0 | 1 | 1 | 0 | 0 |" in page
-    assert "| heavyball | 3.2.1 | 0 | 0 | 1 | 1 |" in page
-    assert '| `Adam` | equal |  | `"split"` |  |' in page
-    assert "| `LBFGS` | coupled | 1 | refused |  |" in page
-    assert '| `Muon` | draws random numbers |  | `"level"` |  |' in page
-    assert "| `Odd` | cannot tell |  |  | TypeError: a \\| b |" in page
+def test_the_tables_have_a_row_for_each_and_count():
+    tables = tables_of(SEEN, {"torch.optim": "2.13.0", "heavyball": "3.2.1"})
+    assert "| torch.optim | 2.13.0 | 1 | 1 | 0 | 0 |" in tables
+    assert "| heavyball | 3.2.1 | 0 | 0 | 1 | 1 |" in tables
+    assert '| `Adam` | equal |  | `"split"` |  |' in tables
+    assert "| `LBFGS` | coupled | 1 | refused |  |" in tables
+    assert '| `Muon` | draws random numbers |  | `"level"` |  |' in tables
+    assert "| `Odd` | cannot tell |  |  | TypeError: a \\| b |" in tables
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_it_fails_on_what_the_table_lacks(monkeypatch, tmp_path, missing):
+def test_it_fails_on_what_eligibility_lacks_and_writes_the_tables_of_the_page(monkeypatch, tmp_path, capsys, missing):
+    # Given a page, and what trials have shown,
+    page = tmp_path / "page.md"
+    page.write_text(f"# Optimizers\n{cli.MARK}of the last time\n")
+    monkeypatch.setattr(cli, "PAGE", page)
     monkeypatch.setattr(cli, "_seen", lambda *_: iter([*SEEN, *[COUPLED] * missing]))
-    monkeypatch.setattr(cli.importlib.metadata, "version", lambda name: f"{torch.__version__.partition('+')[0]}+cpu")
-    done = CliRunner().invoke(cli.app, ["--json", "--write", str(tmp_path / "page.md")])
-    assert done.exit_code == missing
-    assert ("error: heavyball.New couples tensors from step 7 on" in done.stderr) == missing
-    told = json.loads(done.stdout)
-    assert told["versions"]["torch.optim"] == torch.__version__.partition("+")[0]
-    assert told["seen"][1] == {
-        "trial": "LBFGS", "package": "torch.optim", "verdict": "coupled", "first_step": 1, "reason": "",
-        "refused": True, "fits": "",
-    }  # fmt: skip
-    assert "`LBFGS`" in (tmp_path / "page.md").read_text()
+    monkeypatch.setattr(cli.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    # when it is written,
+    with pytest.raises(typer.Exit) as ended:
+        cli.main(write=True)
+    # then a coupled class that is not refused is an error, and the text before the tables stays.
+    assert ended.value.exit_code == missing
+    assert ("error: heavyball.New couples tensors from step 7 on" in capsys.readouterr().err) == missing
+    text = page.read_text()
+    assert text.startswith(f"# Optimizers\n{cli.MARK}\n| package |")
+    assert "## heavyball 2.13.0\n" in text
+    assert "of the last time" not in text
 
 
 def test_an_unknown_package_is_refused_before_anything_runs():
-    done = CliRunner().invoke(cli.app, ["--package=x"], env={"TERM": "dumb"})
-    assert done.exit_code == 2
-    assert "'x' is none of torch.optim" in done.output
+    with pytest.raises(typer.BadParameter, match=r"'x' is none of torch.optim"):
+        cli.main(["x"])
 
 
-def test_the_page_of_the_documentation_is_one_of_this_program_and_has_all_packages():
-    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
-    assert page.startswith("<!-- Written by tools/optimizer_page")
-    assert all(f"\n## {package} " in page for package in PACKAGES)
+def test_the_page_of_the_documentation_has_all_packages():
+    _, _, tables = cli.PAGE.read_text(encoding="utf-8").partition(cli.MARK)
+    assert all(f"\n## {package} " in tables for package in PACKAGES)

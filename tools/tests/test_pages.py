@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import pytest
-from module_imports import docstrings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,9 +30,9 @@ def texts() -> list[str]:
     files = [file for package in PACKAGES for file in ROOT.glob(f"packages/*/src/{package}/**/*.py")]
     found = []
     for tree in (ast.parse(file.read_text(encoding="utf-8")) for file in files):
-        prose = docstrings(tree)
-        nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))]
-        found += [text_of(node) for node in nodes if id(node) not in prose]
+        prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        nodes = {node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))}
+        found += [text_of(node) for node in nodes - prose]
     return found
 
 

@@ -8,30 +8,22 @@ from pathlib import Path
 
 import pytest
 import zeroshard
-from version import ROOT, main, set_version, versions
+from version import ROOT, set_version, versions
 
 PACKAGES = sorted((ROOT / "packages").iterdir())
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_a_package_and_its_siblings_are_of_one_version(package: Path) -> None:
+def test_a_package_has_the_version_the_licence_and_the_addresses_of_its_siblings(package: Path) -> None:
     written = (package / "pyproject.toml").read_text(encoding="utf-8")
     [path] = re.findall(r'\[tool.hatch.version\]\npath = "(.*)"', written)
     assert f'__version__ = "{zeroshard.__version__}"\n' in (package / path).read_text(encoding="utf-8")
     assert set(re.findall(r'"zeroshard[a-z-]*==([^"]*)"', written)) <= {zeroshard.__version__}
-    assert "\nversion" not in written.partition("[tool")[0]
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_a_package_has_the_licence_and_says_where_it_comes_from(package: Path) -> None:
     # Its wheel takes the licence from its own folder; `nox -s wheels` looks into the wheel.
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    written = (package / "pyproject.toml").read_text(encoding="utf-8")
     assert 'license-files = ["LICENSE"]' in written
     [urls] = re.findall(r"\[project.urls\]\n(.*?)\n\n", written, re.DOTALL)
     assert urls in (PACKAGES[0] / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r"^keywords = \[.+\]$", written, re.MULTILINE)
-    assert all(f'"Programming Language :: Python :: 3.{minor}"' in written for minor in range(10, 15))
 
 
 def test_the_version_is_set_everywhere_by_one_command(tmp_path: Path) -> None:
@@ -50,8 +42,6 @@ def test_the_version_is_set_everywhere_by_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["v1.0.0", "1.0", "new"])
-def test_a_version_of_another_form_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([wrong])
-    assert "looks like 0.2.0" in capsys.readouterr().err
-    assert versions() == {zeroshard.__version__}
+def test_a_version_of_another_form_is_refused(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"looks like 0\.2\.0"):
+        set_version(wrong, tmp_path)
