@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.combinations import FLAG, each_of
 from support.ddp_training import register, steps_in_backward
 from support.training import EVERYWHERE, assert_bitwise_equal, cutting, set_gradients, twins
 from torch import nn, optim
@@ -29,6 +30,10 @@ two_ranks = pytest.mark.ranks(2, backend=EVERYWHERE)
 
 def ema() -> Callable[..., None]:
     return get_ema_multi_avg_fn(0.9)
+
+
+def equal() -> None:
+    """As torch averages by default."""
 
 
 class Sides:
@@ -63,12 +68,11 @@ class Sides:
         assert_bitwise_equal(self.model, before, f"{when}, and after the block")
 
 
-@pytest.mark.by_default("2-ema-AdamW-params-whole | 2-equal-SGD-views-split")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-@pytest.mark.parametrize("optimizer", [optim.AdamW, optim.SGD])
-@pytest.mark.parametrize("average_by", [ema, lambda: None], ids=["ema", "equal"])
+@each_of(
+    "partition", ["whole", "split"], as_bucket_view=FLAG, optimizer=[optim.AdamW, optim.SGD], average_by=[ema, equal]
+)
 def test_equals_an_averaged_model(
     optimizer: type[optim.Optimizer], average_by: Callable[[], Any], partition: str, as_bucket_view: bool
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import FLAG
 from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -25,8 +26,6 @@ from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_o
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = [pytest.mark.ranks(4, backend=EVERYWHERE), pytest.mark.usefixtures("tensors_on_the_device")]
-VIEWS = pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-MASTERS = pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 WARMUP = 2
 AVERAGERS = {
     "periodic": lambda: PeriodicModelAverager(2, WARMUP),
@@ -114,17 +113,17 @@ class Training:
         self.steps += 1
 
 
-@pytest.mark.by_default(
-    "4-plain-apart-whole-wrapper-periodic | 4-plain-apart-whole-parameters-periodic | "
-    "4-plain-apart-split-groups-hierarchical | 4-plain-views-whole-wrapper-hierarchical | "
-    "4-masters-apart-split-parameters-periodic | 4-masters-views-whole-groups-periodic | "
-    "4-masters-views-split-wrapper-hierarchical | 4-masters-views-split-parameters-hierarchical"
+@pytest.mark.parametrize(
+    ("caller", "averager", "partition", "views", "masters"),
+    [
+        ("wrapper", "periodic", "whole", False, False),
+        ("parameters", "periodic", "split", True, True),
+        ("groups", "hierarchical", "split", False, False),
+        ("wrapper", "hierarchical", "whole", True, True),
+        ("parameters", "hierarchical", "split", True, False),
+        ("groups", "periodic", "whole", False, True),
+    ],
 )
-@pytest.mark.parametrize("averager", AVERAGERS)
-@pytest.mark.parametrize("caller", ["wrapper", "parameters", "groups"])
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@VIEWS
-@MASTERS
 def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: bool, masters: bool) -> None:
     zero = {"parameters_as_bucket_view": views, "partition": cutting(partition)}
     sharded, plain = (Training(settings, averager, caller, masters=masters) for settings in (zero, None))
@@ -139,9 +138,7 @@ def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, 
         assert_replicas_equal(sharded.module.parameters())
 
 
-@pytest.mark.by_default("4-plain-apart | 4-masters-views")
-@VIEWS
-@MASTERS
+@pytest.mark.parametrize(("views", "masters"), [(False, False), (True, True)], ids=["apart", "views of masters"])
 def test_saved_and_resumed(views: bool, masters: bool) -> None:
     # Given a training that is saved between two averages, by each subgroup for itself,
     zero = {"parameters_as_bucket_view": views}
@@ -200,7 +197,7 @@ def test_hooks_of_ours_are_refused_on_a_model_over_all_ranks(rank: int) -> None:
         hook_with_zero_step(allreduce_hook, ddp, in_backward)
 
 
-@VIEWS
+@pytest.mark.parametrize("views", FLAG, ids=["apart", "views"])
 def test_a_memory_format_is_restored_after_an_average(rank: int, views: bool) -> None:
     torch.manual_seed(0)
     sharded, plain = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))

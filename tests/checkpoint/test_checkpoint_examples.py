@@ -71,14 +71,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.by_default("sharded-2-0 | plain-1-1e-12 | fsdp-3-1e-12")
 @pytest.mark.parametrize(
     ("kind", "ranks", "rounding"),
     [
         ("sharded", 2, 0),
-        ("sharded", 3, ROUNDING),
+        pytest.param("sharded", 3, ROUNDING, marks=pytest.mark.exhaustive),
         ("plain", 1, ROUNDING),
-        ("plain", 2, 0),
+        pytest.param("plain", 2, 0, marks=pytest.mark.exhaustive),
         ("fsdp", 3, ROUNDING),
     ],
 )

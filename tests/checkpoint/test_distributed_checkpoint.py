@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint with the sharded optimizer: saved at some number of ranks, loaded at another."""
+"""torch.distributed.checkpoint with the sharded optimizer: what it saves and loads."""
 
 from __future__ import annotations
 
@@ -11,89 +11,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpointing import loaded, matrices, saved, train
-from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, small_model
+from support.checkpointing import loaded, saved
+from support.training import (
+    EVERYWHERE,
+    assert_bitwise_equal,
+    assert_same_state,
+    cutting,
+    small_model,
+    train,
+    twin_optimizers,
+)
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
 SIZES = (1, 2, 3, 4)
-
-
-ALL_PARTITIONS = ("whole", "split")
-RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
-    "AdamW": (optim.AdamW, {}, ALL_PARTITIONS),
-    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, ALL_PARTITIONS),
-    "Adafactor": (optim.Adafactor, {}, ("whole",)),
-    "Muon": (optim.Muon, {}, ("whole",)),
-}
-ALWAYS = {("Muon", True)}
-
-
-@pytest.mark.by_default("4-Muon-True")
-@pytest.mark.ranks(4, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("name", "flat"),
-    [
-        pytest.param(name, flat, marks=() if (name, flat) in ALWAYS else pytest.mark.exhaustive)
-        for name in RUNS
-        for flat in (False, True)
-    ],
-)
-def test_saved_at_any_number_of_ranks_and_loaded_at_any_other(
-    rank: int, name: str, flat: bool, ranks_tmp_path: Path
-) -> None:
-    optimizer_class, settings, partitions = RUNS[name]
-    make: Callable[[], nn.Module] = matrices if optimizer_class is optim.Muon else small_model
-    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-    reference = make()
-    plain = optimizer_class(reference.parameters(), **settings)
-    train(reference, plain, range(3))
-    at_save = copy.deepcopy(reference)
-    if rank == 0:
-        saved(reference, plain, ranks_tmp_path / "plain", groups[1], flat=flat)
-    train(reference, plain, range(3, 8))
-
-    def sharded(model: nn.Module, size: int, partition: str) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, groups[size], partition=cutting(partition), **settings
-        )
-
-    for size, partition in itertools.product(SIZES, partitions):
-        if rank < size:
-            model = make()
-            optimizer = sharded(model, size, partition)
-            train(model, optimizer, range(3))
-            saved(model, optimizer, ranks_tmp_path / f"{partition}{size}", groups[size], flat=flat)
-    dist.barrier()
-    sources = ["plain", *[f"{partition}{size}" for size, partition in itertools.product(SIZES, partitions)]]
-    for number, source in enumerate(sources):
-        for size in SIZES:
-            # Every pair of sizes, and every pair of partitions.
-            partition = partitions[(number + size) % len(partitions)]
-            if rank < size:
-                model = make()
-                optimizer = sharded(model, size, partition)
-                loaded(model, optimizer, ranks_tmp_path / source, groups[size], flat=flat)
-                assert_bitwise_equal(model, at_save, f"loaded from {source} at {size} ranks")
-                train(model, optimizer, range(3, 8))
-                assert_bitwise_equal(model, reference, f"from {source} at {size} ranks, {partition}")
-        if rank == 0:
-            model = make()
-            unsharded = optimizer_class(model.parameters(), **settings)
-            loaded(model, unsharded, ranks_tmp_path / source, groups[1], flat=flat)
-            train(model, unsharded, range(3, 8))
-            assert_bitwise_equal(model, reference, f"from {source}, unsharded")
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     model, reference = small_model(), small_model()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
-    plain = optim.AdamW(reference.parameters())
+    optimizer, plain = twin_optimizers((model, reference), optim.AdamW, partition)
     train(model, optimizer, range(2))
     train(reference, plain, range(5))
     optimizer.consolidate_state_dict(to=2)

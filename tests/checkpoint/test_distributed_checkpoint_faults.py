@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpointing import loaded, saved, train
-from support.training import assert_bitwise_equal, cutting, small_model, twins
+from support.checkpointing import loaded, saved
+from support.combinations import PARTITIONS
+from support.training import assert_bitwise_equal, cutting, small_model, train, twins
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,7 +25,6 @@ from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -145,7 +145,6 @@ AT = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.by_default("3-all_gather#1-1 | 3-barrier#1-0")
 @pytest.mark.ranks(3, backend="gloo")
 @AT
 def test_a_rank_that_is_killed_during_a_save(
@@ -162,7 +161,6 @@ def test_a_rank_that_is_killed_during_a_save(
     run.assert_own_state()
 
 
-@pytest.mark.by_default("3-all_gather#1-1 | 3-barrier#1-0")
 @pytest.mark.ranks(3, backend="gloo")
 @AT
 def test_a_rank_that_is_killed_during_a_load(
@@ -188,7 +186,6 @@ TRANSFERS: dict[str, Callable[[dict[str, Any], Path, dist.ProcessGroup], object]
 }
 
 
-@pytest.mark.by_default("3-save")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("transfer", ["save", pytest.param("load", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_path: Path) -> None:

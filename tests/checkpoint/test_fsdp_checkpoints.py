@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.combinations import FLAG, each_of
 from support.listed_state import assert_same
 from support.training import cutting, small_model
 from torch import nn, optim
@@ -117,7 +118,6 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
     set_state_dict(*run, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=options)
 
 
-@pytest.mark.by_default("2-fsdp2-False-AdamW | 2-fsdp1-True-AdamW | 2-fsdp1 with original parameters-True-AdamW")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -130,7 +130,12 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "flat"),
     # What FSDP1 lists unflattened has param groups on rank 0 alone, which only its own files fit.
-    [("fsdp2", False), ("fsdp2", True), ("fsdp1", True), ("fsdp1 with original parameters", True)],
+    [
+        ("fsdp2", False),
+        pytest.param("fsdp2", True, marks=pytest.mark.exhaustive),
+        ("fsdp1", True),
+        ("fsdp1 with original parameters", True),
+    ],
 )
 def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
     name: str, flat: bool, kind: Any, settings: dict[str, Any], ranks_tmp_path: Path
@@ -157,10 +162,8 @@ def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
         assert_same(values(run[0]), values(runs["plain"][0]))
 
 
-@pytest.mark.by_default("2-False-whole | 2-True-split")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("broadcast", [False, True])
+@each_of("partition", ["whole", "split"], broadcast=FLAG)
 def test_full_state_of_fsdp2(rank: int, partition: str, broadcast: bool) -> None:
     reference, ours, theirs = plain(optim.AdamW), sharded(partition, optim.AdamW), fsdp2(optim.AdamW)
     for run in (reference, ours, theirs):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import assert_bitwise_equal, cutting, set_gradients, twins
+from support.training import assert_bitwise_equal, cutting, set_gradients, twin_optimizers, twins
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer, split_state_dict
 from zeroshard_core import adam, newton_schulz
@@ -89,12 +89,6 @@ def _eager() -> Iterator[None]:
         yield
 
 
-@pytest.mark.by_default(
-    "3-params-heavyball.AdamW | 3-params-heavyball.SOAP | 3-params-pytorch_optimizer.AdaBelief | "
-    "3-params-pytorch_optimizer.CAME | 3-params-pytorch_optimizer.Lamb | 3-params-pytorch_optimizer.SOAP | "
-    "3-views-heavyball.LaProp | 3-views-pytorch_optimizer.ADOPT | 3-views-pytorch_optimizer.Adan | "
-    "3-views-pytorch_optimizer.LARS | 3-views-pytorch_optimizer.Lion | 3-views-pytorch_optimizer.StableAdamW"
-)
 @pytest.mark.ranks(3, backend="gloo")
 @classes(
     ("heavyball.AdamW", {}),
@@ -110,13 +104,9 @@ def _eager() -> Iterator[None]:
     ("pytorch_optimizer.SOAP", {}),
     ("pytorch_optimizer.StableAdamW", {}),
 )
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-def test_it_is_equal_to_one_process(name: str, arguments: dict[str, Any], as_bucket_view: bool) -> None:
+def test_it_is_equal_to_one_process(name: str, arguments: dict[str, Any]) -> None:
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), found(name), parameters_as_bucket_view=as_bucket_view, **arguments
-    )
-    plain = found(name)(reference.parameters(), **arguments)
+    sharded, plain = twin_optimizers((model, reference), found(name), as_bucket_view=True, **arguments)
     train_equally(model, sharded, reference, [plain])
 
 
@@ -198,7 +188,7 @@ def test_one_that_treats_groups_differently_by_a_flag_is_cut_where_that_is_eleme
 
 
 QUANTISED = [("bitsandbytes.optim.AdamW8bit", {}), ("bitsandbytes.optim.Lion8bit", {})]
-WRAPPED = [("stand_ins.QuantisedSGD", {}), ("torchao.optim.AdamW8bit", {})]
+WRAPPED = [("support.stand_ins.QuantisedSGD", {}), ("torchao.optim.AdamW8bit", {})]
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -233,8 +223,7 @@ def test_state_that_does_not_follow_the_elements_is_not_cut(name: str, arguments
 @classes(*QUANTISED)
 def test_quantised_state_is_saved_and_loaded(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins(language_model)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), found(name), **arguments)
-    plain = found(name)(reference.parameters(), **arguments)
+    sharded, plain = twin_optimizers((model, reference), found(name), **arguments)
     train_equally(model, sharded, reference, [plain])
     sharded.consolidate_state_dict(to=0)
     resumed = ZeroRedundancyOptimizer(model.parameters(), found(name), **arguments)

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import LAYOUTS
+from support.refusals import Run
+from support.training import cutting, set_gradients
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
+from zeroshard_testing import assert_replicas_equal
 
 
 def four() -> list[nn.Parameter]:
@@ -108,3 +112,20 @@ def test_a_group_that_the_script_puts_in_place_of_another() -> None:
     step(params, sharded)
     step(reference, plain)
     assert all(map(torch.equal, params, reference))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@LAYOUTS
+def test_members_exchanged_on_one_rank(rank: int, partition: str, as_bucket_view: bool) -> None:
+    run = Run(partition=cutting(partition), parameters_as_bucket_view=as_bucket_view)
+    members = run.sharded.param_groups[0]["params"]
+    if rank == 1:
+        members[0], members[1] = members[1], members[0]
+    set_gradients(run.model.parameters(), 5)
+    with pytest.raises(RuntimeError, match=r"^rank 1: the members of param_groups"):
+        run.sharded.step()
+    assert_replicas_equal(run.model.parameters())
+    if rank == 1:
+        members[0], members[1] = members[1], members[0]
+    run.step(1, first=6)
+    assert_replicas_equal(run.model.parameters())

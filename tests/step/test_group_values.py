@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.ddp_training import batch, register, steps_in_backward
+from support.combinations import FLAG, each_of
+from support.ddp_training import HOOKS, batch, register, steps_in_backward
 from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import run_on_ranks
 
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "level"])
+EVERY_PARTITION = pytest.mark.parametrize("partition", ["whole", "split", "level"])
 
 
 class Counting(optim.Optimizer):
@@ -55,16 +56,8 @@ def train(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-@pytest.mark.by_default(
-    "2-False-none-whole | 2-False-hook_with_zero_step-level | 2-True-reduce_to_owner_hook-split | "
-    "2-True-hook_with_zero_step_interleaved-whole"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize(
-    "hook", ["none", "reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
-)
-@pytest.mark.parametrize("as_bucket_view", [False, True])
+@each_of("hook", ["none", *HOOKS], partition=["whole", "split", "level"], as_bucket_view=FLAG)
 def test_every_rank_has_the_values_of_a_plain_optimizer(
     rank: int, hook: str, partition: str, as_bucket_view: bool
 ) -> None:
@@ -95,7 +88,7 @@ def test_every_rank_has_the_values_of_a_plain_optimizer(
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@PARTITIONS
+@EVERY_PARTITION
 def test_with_master_weights(partition: str) -> None:
     model = small_model().bfloat16()
     sharded = ZeroRedundancyOptimizer(group_each(model), Counting, partition=cutting(partition), master_weights=True)
@@ -132,7 +125,7 @@ def resume(file: Path, partition: str, from_rank: int | None) -> list[dict[str, 
     return loaded
 
 
-@PARTITIONS
+@EVERY_PARTITION
 def test_a_file_is_loaded_at_any_number_of_ranks(tmp_path: Path, partition: str) -> None:
     run_on_ranks(save, 3, tmp_path / "file", partition)
     for world_size, from_rank in ((1, None), (2, 0), (4, None)):

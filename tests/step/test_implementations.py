@@ -16,6 +16,7 @@ from support.training import (
     assert_same_state,
     cutting,
     set_gradients,
+    twin_optimizers,
     twins,
 )
 from torch import nn, optim
@@ -113,10 +114,7 @@ def test_a_simulated_capture_is_refused_on_every_rank(
     rank: int, captures: list[int], partition: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reference = twins(matrices)
-    sharded, plain = (
-        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition)),
-        optim.AdamW(reference.parameters(), lr=1e-2),
-    )
+    sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition, lr=0.01)
     train(model, sharded, range(1))
     with monkeypatch.context() as simulated:
         simulated.setattr(zeroshard.guard, "is_captured", lambda _: rank in captures)

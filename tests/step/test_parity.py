@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import LAYOUTS
 from support.training import (
     DENSE_OPTIMIZERS,
     ELEMENTWISE_OPTIMIZERS,
     EVERYWHERE,
     assert_bitwise_equal,
     assert_same_state,
-    cutting,
     set_gradients,
     small_model,
+    twin_optimizers,
     twins,
 )
 from torch import optim
@@ -79,8 +80,7 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
         return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(5)])
 
     model, reference = twins(matrices)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Muon, parameters_as_bucket_view=as_bucket_view, lr=0.01)
-    plain = optim.Muon(reference.parameters(), lr=0.01)
+    sharded, plain = twin_optimizers((model, reference), optim.Muon, as_bucket_view=as_bucket_view, lr=0.01)
     for step in range(STEPS):
         set_gradients(model.parameters(), step)
         set_gradients(reference.parameters(), step)
@@ -99,8 +99,7 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
         return torch.nn.ModuleList([torch.nn.Embedding(50 + i, 8, sparse=True) for i in range(3)])
 
     model, reference = twins(embeddings)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1)
-    plain = optimizer_class(reference.parameters(), lr=0.1)
+    sharded, plain = twin_optimizers((model, reference), optimizer_class, lr=0.1)
     for step in range(STEPS):
         for module in (model, reference):
             torch.manual_seed(step)
@@ -111,16 +110,11 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
-@pytest.mark.by_default("4-params-whole | 4-views-split")
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@LAYOUTS
 def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(lambda: torch.nn.Linear(5, 3))
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
-    plain = optim.AdamW(reference.parameters())
+    sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition, as_bucket_view)
     assert len(sharded.plan.tensors) < world_size
     for step in range(STEPS):
         set_gradients(model.parameters(), step)
@@ -138,8 +132,7 @@ def test_one_rank_owns_everything_that_is_trainable(rank: int) -> None:
     for module in (model, reference):
         for param in list(module.parameters())[:-1]:
             param.requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=True)
-    plain = optim.Adam(reference.parameters())
+    sharded, plain = twin_optimizers((model, reference), optim.Adam, as_bucket_view=True)
     for step in range(STEPS):
         set_gradients(model.parameters(), step)
         set_gradients(reference.parameters(), step)

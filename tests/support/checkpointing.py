@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.training import set_gradients
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -16,12 +15,6 @@ def matrices() -> nn.Sequential:
     """Only matrices, as Muon takes nothing else."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(*shape, bias=False) for shape in ((40, 64), (64, 300), (300, 7), (7, 1))])
-
-
-def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        set_gradients(model.parameters(), step)
-        optimizer.step()
 
 
 def saved(
