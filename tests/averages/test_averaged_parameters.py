@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from support.checkpointing import load_by, save_by
 from support.combinations import FLAG, each_of
 from support.ddp_training import register, steps_in_backward
 from support.training import EVERYWHERE, assert_bitwise_equal, cutting, set_gradients, twins
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
@@ -168,28 +167,13 @@ def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Pat
         if rank < size:
             first = Sides(group=group, partition=cutting("split"))
             first.train(range(3))
-            if way == "dcp":
-                states = get_state_dict(first.model, first.sharded)
-                dcp.save(dict(zip("mo", states, strict=True)), checkpoint_id=path, process_group=group)
-            else:
-                first.sharded.consolidate_state_dict()
-                if rank == 0:
-                    torch.save({"m": first.model.state_dict(), "o": first.sharded.state_dict()}, path)
+            save_by(way, first.model, first.sharded, path, group)
         dist.barrier()
         for other, other_group in groups.items():
             if rank < other:
                 second = Sides(group=other_group)
                 second.train([7])
-                if way == "dcp":
-                    states = dict(zip("mo", get_state_dict(second.model, second.sharded), strict=True))
-                    dcp.load(states, checkpoint_id=path, process_group=other_group)
-                    set_state_dict(
-                        second.model, second.sharded, model_state_dict=states["m"], optim_state_dict=states["o"]
-                    )
-                else:
-                    states = torch.load(path, weights_only=True)
-                    second.sharded.load_state_dict(states["o"])
-                    second.model.load_state_dict(states["m"])
+                load_by(way, second.model, second.sharded, path, other_group)
                 straight = Sides(group=other_group)
                 straight.train(range(5))
                 second.train(range(3, 5))
@@ -203,13 +187,10 @@ def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Pat
 def test_resumed_from_a_new_process_through_dcp(ranks_tmp_path: Path) -> None:
     first = Sides()
     first.train(range(3))
-    states = get_state_dict(first.model, first.sharded)
-    dcp.save(dict(zip("mo", states, strict=True)), checkpoint_id=ranks_tmp_path / "saved")
+    save_by("dcp", first.model, first.sharded, ranks_tmp_path / "saved", None)
     # No step has been made: torch makes one with zeros, to learn which entries there are.
     second = Sides()
-    states = dict(zip("mo", get_state_dict(second.model, second.sharded), strict=True))
-    dcp.load(states, checkpoint_id=ranks_tmp_path / "saved")
-    set_state_dict(second.model, second.sharded, model_state_dict=states["m"], optim_state_dict=states["o"])
+    load_by("dcp", second.model, second.sharded, ranks_tmp_path / "saved", None)
     assert second.average.n_averaged == 3
     with second.average.applied():
         assert_bitwise_equal(second.model, first.averaged.module, "resumed")

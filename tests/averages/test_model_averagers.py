@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.combinations import FLAG
+from support.master_weights import PlainMasters
 from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -47,29 +47,6 @@ class Mixed(nn.Module):
         return self.last(self.first(inputs.bfloat16()).float())
 
 
-class PlainMasters:
-    """AdamW over float32 copies, which take the values of parameters that are not the rounded copies any more."""
-
-    def __init__(self, params: Iterable[torch.Tensor], **settings: Any) -> None:
-        self.params = list(params)
-        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
-        self.inner = optim.AdamW(self.masters, **settings)
-        self.param_groups = [{"params": self.params}]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param in self.params:
-            param.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.copy_(torch.where(master.to(param.dtype) == param, master, param))
-            master.grad = param.grad.float()
-        self.inner.step()
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master)
-
-
 def subgroup_of(rank: int) -> dist.ProcessGroup:
     return [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
 
@@ -97,7 +74,7 @@ class Training:
             settings = {"master_weights": masters, "process_group": self.subgroup, "lr": 1e-2, **zero}
             self.optimizer: Any = ZeroRedundancyOptimizer(params, optim.AdamW, **settings)
         else:
-            self.optimizer = (PlainMasters if masters else optim.AdamW)(params, lr=1e-2)
+            self.optimizer = PlainMasters(params, optim.AdamW, lr=1e-2) if masters else optim.AdamW(params, lr=1e-2)
         self.local_sgd = PostLocalSGDOptimizer(self.optimizer, self.averager)
 
     def step(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.checkpointing import loaded, saved
+from support.listed_state import assert_same
 from support.training import (
     EVERYWHERE,
     assert_bitwise_equal,
@@ -108,20 +109,7 @@ def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
             loaded(fresh, resumed, ranks_tmp_path / source, groups[2], flat=False)
             resumed.consolidate_state_dict()
             if rank == 0:
-                assert_same_nested(resumed.state_dict()["state"], plain.state_dict()["state"])
-
-
-def assert_same_nested(actual: Any, expected: Any, where: str = "state") -> None:
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same_nested(actual[key], value, f"{where}.{key}")
-    elif isinstance(expected, list):
-        for one, other in zip(actual, expected, strict=True):
-            assert_same_nested(one, other, f"{where}[]")
-    else:
-        same = torch.equal(actual.cpu(), expected.cpu()) if isinstance(expected, torch.Tensor) else actual == expected
-        assert same, f"{where} is {actual}, not {expected}"
+                assert_same(resumed.state_dict()["state"], plain.state_dict()["state"])
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -42,47 +42,47 @@ def test_loading_from_one_rank(rank: int, partition: str) -> None:
         pair.check_equal()
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    ("given", "from_rank", "message", "error"),
-    [
-        (lambda rank, sd: sd, 0, "hand rank 1 an empty dict", ValueError),
-        (lambda rank, sd: sd if rank == 0 else {}, 2, r"from_rank=2.*ranks 0 to 1", ValueError),
-        (lambda rank, sd: sd if rank == 0 else {}, None, "its state dict is", DisagreementError),
-        (lambda rank, sd: {}, 0, "expects a dict with 'state' and 'param_groups'", TypeError),
-        (lambda rank, sd: broken(sd) if rank == 0 else {}, 0, "expected", ValueError),
-        (lambda rank, sd: with_object(sd) if rank == 0 else {}, 0, "cannot be moved without pickle", ValueError),
-        pytest.param(
-            lambda rank, sd: with_numpy(sd) if rank == 0 else {},
-            0,
-            "rank 0: load_state_dict.*'eps' of param group 0 is a numpy.float32, .* Python's numbers",
-            ValueError,
-            marks=pytest.mark.skipif(find_spec("numpy") is None, reason="hyperparameters are NumPy's numbers too"),
-        ),
-    ],
-)
-def test_loading_from_one_rank_refused(
-    rank: int, given: Any, from_rank: int | None, message: str, error: type[Exception]
-) -> None:
-    pair = Pair()
-    pair.step()
-    with pytest.raises(error, match=message):
-        pair.sharded.load_state_dict(given(rank, copy.deepcopy(pair.plain.state_dict())), from_rank=from_rank)
-    pair.step()
-    pair.check_equal()
-
-
 def broken(state_dict: dict[str, Any]) -> dict[str, Any]:
     state_dict["state"][0]["exp_avg"] = torch.ones(3)
     return state_dict
 
 
-def with_numpy(state_dict: dict[str, Any]) -> dict[str, Any]:
-    numpy = import_module("numpy")
-    state_dict["param_groups"][0]["eps"] = numpy.float32(1e-8)
+def with_hyperparameter(state_dict: dict[str, Any], value: object) -> dict[str, Any]:
+    state_dict["param_groups"][0]["eps"] = value
     return state_dict
 
 
-def with_object(state_dict: dict[str, Any]) -> dict[str, Any]:
-    state_dict["param_groups"][0]["schedule"] = object()
-    return state_dict
+NUMPY = "rank 0: load_state_dict.*'eps' of param group 0 is a numpy.float32, .* Python's numbers"
+WRONG: dict[str, tuple[Callable[[int, Any], Any], int | None, type[Exception], str]] = {
+    "two ranks have one": (lambda rank, sd: sd, 0, ValueError, "hand rank 1 an empty dict"),
+    "a rank that is not": (lambda rank, sd: sd if rank == 0 else {}, 2, ValueError, r"from_rank=2.*ranks 0 to 1"),
+    "no rank is named": (lambda rank, sd: sd if rank == 0 else {}, None, DisagreementError, "its state dict is"),
+    "none has one": (lambda rank, sd: {}, 0, TypeError, "expects a dict with 'state' and 'param_groups'"),
+    "damaged": (lambda rank, sd: broken(sd) if rank == 0 else {}, 0, ValueError, "expected"),
+    "an object": (
+        lambda rank, sd: with_hyperparameter(sd, object()) if rank == 0 else {},
+        0,
+        ValueError,
+        "cannot be moved without pickle",
+    ),
+    "NumPy's number": (
+        lambda rank, sd: with_hyperparameter(sd, import_module("numpy").float32(1e-8)) if rank == 0 else {},
+        0,
+        ValueError,
+        NUMPY,
+    ),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_loaded_from_one_rank_is_refused_on_both(rank: int, name: str) -> None:
+    given, from_rank, error, words = WRONG[name]
+    if name == "NumPy's number":
+        pytest.importorskip("numpy", reason="hyperparameters are NumPy's numbers too")
+    pair = Pair()
+    pair.step()
+    with pytest.raises(error, match=words):
+        pair.sharded.load_state_dict(given(rank, copy.deepcopy(pair.plain.state_dict())), from_rank=from_rank)
+    pair.step()
+    pair.check_equal()

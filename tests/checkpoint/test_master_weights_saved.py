@@ -9,37 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from support.checkpointing import load_by, save_by
 from support.combinations import each_of
-from support.master_weights import HalfModel, PlainMasters, sharded_over, train
+from support.master_weights import HalfModel, PlainMasters, sharded_over, train, trained
 from support.training import EVERYWHERE, assert_bitwise_equal, cutting, set_gradients
-from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import optim
 from zeroshard import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
-
-def save(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.ProcessGroup | None) -> None:
-    if way == "dcp":
-        states = get_state_dict(model, optimizer)
-        dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path, process_group=group)
-        return
-    optimizer.consolidate_state_dict()
-    if dist.get_rank(group) == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    dist.barrier(group)
-
-
-def load(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.ProcessGroup | None) -> None:
-    if way == "dcp":
-        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(states, checkpoint_id=path, process_group=group)
-        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-        return
-    found = torch.load(path, weights_only=True)
-    optimizer.load_state_dict(found["optimizer"])
-    model.load_state_dict(found["model"])
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
@@ -54,13 +31,13 @@ def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Pat
             model = HalfModel()
             sharded = sharded_over(model, group, partition=cutting(partition))
             train(model, sharded, range(3))
-            save(model, sharded, path, way, group)
+            save_by(way, model, sharded, path, group)
         dist.barrier()
         for other, other_group in groups.items():
             if rank < other:
                 resumed = HalfModel()
                 optimizer = sharded_over(resumed, other_group, partition=cutting(partition))
-                load(resumed, optimizer, path, way, other_group)
+                load_by(way, resumed, optimizer, path, other_group)
                 train(resumed, optimizer, range(3, 5))
                 assert_bitwise_equal(resumed, reference, f"saved at {size}, resumed at {other}")
         dist.barrier()
@@ -118,11 +95,7 @@ def test_state_can_be_made_before_the_first_step() -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_load_that_fails_on_one_rank_leaves_masters_as_they_were(rank: int) -> None:
-    model = HalfModel()
-    reference = copy.deepcopy(model)
-    sharded, plain = sharded_over(model), PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
-    train(model, sharded, range(2))
-    train(reference, plain, range(2))
+    model, sharded, reference, plain = trained(2)
     sharded.consolidate_state_dict()
     given = copy.deepcopy(sharded.state_dict()) if rank == 0 else {}
     for entries in given.get("state", {}).values():

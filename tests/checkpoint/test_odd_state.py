@@ -59,8 +59,9 @@ def test_objects_are_refused_after_the_first_step(rank: int) -> None:
     pair = Pair(kind=WithObjects, lr=0.1, momentum=0.9)
     for _ in range(2):
         set_gradients(pair.model.parameters(), 0)
-        with pytest.raises(ValueError, match=r"'object' of 'param.\d' is a object, which cannot be moved without"):
-            pair.sharded.step()
+        for call in (pair.sharded.step, pair.sharded.consolidate_state_dict):
+            with pytest.raises(ValueError, match=r"'object' of 'param.\d' is a object, which cannot be moved without"):
+                call()
 
 
 class NoDict(optim.SGD):

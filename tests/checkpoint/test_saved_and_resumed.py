@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 # What is not elementwise comes at an even place.
 @pytest.mark.parametrize(
-    ("name", "partition"), zip(DENSE_OPTIMIZERS, itertools.cycle(["whole", "split"]), strict=False)
+    ("name", "partition"), [*zip(DENSE_OPTIMIZERS, itertools.cycle(["whole", "split"]), strict=False)]
 )
 def test_every_optimizer_saves_what_the_plain_one_saves_and_goes_on_from_it(
     rank: int, name: str, partition: str
@@ -119,6 +119,8 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], lr_scheduler.LRScheduler]] = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8),
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
 }
 
 
@@ -132,7 +134,7 @@ def test_schedulers_go_on_after_a_load(name: str) -> None:
         for step in steps:
             set_gradients(module.parameters(), step)
             optimizer.step()
-            scheduler.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
 
     sharded, plain = twin_optimizers((model, reference), optim.AdamW, lr=0.1)
     schedulers = schedule(sharded), schedule(plain)
@@ -184,20 +186,21 @@ def test_a_file_that_is_read_without_pickle(partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_to_and_from_torchs_class_and_the_plain_optimizer(rank: int) -> None:
+@LAYOUTS
+def test_to_and_from_torchs_class_and_the_plain_optimizer(rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins()
     theirs = TorchZero(model.parameters(), optim.Adam, lr=0.01)
     plain = optim.Adam(reference.parameters(), lr=0.01)
     train_all([(model, theirs), (reference, plain)], range(2))
     consolidate_torchs(theirs, to=0)
     saved = from_rank(theirs.state_dict() if rank == 0 else None, 0)
-    ours = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.5)
+    how: dict[str, Any] = {"partition": cutting(partition), "parameters_as_bucket_view": as_bucket_view}
+    ours = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.5, **how)
     ours.load_state_dict(saved)
     assert ours.param_groups[0]["lr"] == 0.01, "loaded hyperparameters win"
     train_all([(model, ours), (reference, plain)], range(2, 4))
     assert_bitwise_equal(model, reference, "after resuming from torch's class")
-    ours.consolidate_state_dict(to=0)
-    saved = from_rank(ours.state_dict() if rank == 0 else None, 0)
+    saved = saved_everywhere(ours)
     again = TorchZero(model.parameters(), optim.Adam, lr=0.01)
     again.load_state_dict(copy.deepcopy(saved))
     plain_again = optim.Adam(reference.parameters())

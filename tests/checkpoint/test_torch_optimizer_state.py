@@ -17,7 +17,6 @@ from zeroshard import ZeroRedundancyOptimizer
 
 Make = Callable[..., optim.Optimizer]
 RANKS = pytest.mark.ranks(2, backend="gloo")
-EVERY_CLASS = pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
 
 
 def both(name: str = "AdamW", **more: Any) -> list[tuple[nn.Module, optim.Optimizer]]:
@@ -53,23 +52,6 @@ def check_equal(trained: list[tuple[nn.Module, optim.Optimizer]]) -> None:
     (model, ours), (reference, plain) = trained
     assert_bitwise_equal(model, reference, "parameters")
     assert_same_state(whole(ours), plain.state_dict())
-
-
-@RANKS
-@EVERY_CLASS
-def test_a_loaded_optimizer_goes_on_as_the_one_that_was_saved(name: str) -> None:
-    trained = both(name)
-    step(trained, 1, 2)
-    saved = [(copy.deepcopy(model.state_dict()), whole(optimizer)) for model, optimizer in trained]
-    step(trained, 3, 4)
-    again = both(name)
-    for (model, optimizer), (weights, state) in zip(again, saved, strict=True):
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-    step(again, 3, 4)
-    for (before, _), (after, _) in zip(trained, again, strict=True):
-        assert_bitwise_equal(before, after, "after loading")
-    check_equal(again)
 
 
 @RANKS
@@ -159,38 +141,6 @@ def test_state_is_cast_to_the_parameters(dtype: torch.dtype) -> None:
         optimizer.load_state_dict(copy.deepcopy(saved))
     assert all(entries["exp_avg"].dtype is torch.float32 for entries in trained[0][1].state.values())
     step(trained, 2)
-    check_equal(trained)
-
-
-@RANKS
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda opt: optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
-        lambda opt: optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
-        lambda opt: optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0),
-    ],
-    ids=["OneCycleLR", "LambdaLR", "ReduceLROnPlateau"],
-)
-def test_schedulers_around_a_load(schedule: Callable[[optim.Optimizer], Any]) -> None:
-    trained = both()
-    schedulers = [schedule(optimizer) for _, optimizer in trained]
-
-    def go(*seeds: int) -> None:
-        for seed in seeds:
-            step(trained, seed)
-            for scheduler in schedulers:
-                scheduler.step(*([1.0] if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau) else []))
-
-    go(1, 2)
-    saved = [whole(optimizer) for _, optimizer in trained]
-    schedules = copy.deepcopy([scheduler.state_dict() for scheduler in schedulers])
-    go(3)
-    for (_, optimizer), state in zip(trained, saved, strict=True):
-        optimizer.load_state_dict(state)
-    for scheduler, state in zip(schedulers, schedules, strict=True):
-        scheduler.load_state_dict(state)
-    go(4, 5)
     check_equal(trained)
 
 

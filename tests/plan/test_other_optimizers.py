@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.listed_state import assert_same
 from support.training import assert_bitwise_equal, cutting, set_gradients, twin_optimizers, twins
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer, split_state_dict
@@ -57,17 +58,6 @@ def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     named = dict(model.named_parameters())
     hidden = [name for name, param in named.items() if param.dim() == 2 and name[0] in "123"]
     return [named[name] for name in hidden], [param for name, param in named.items() if name not in hidden]
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Compare state dicts bitwise, however deep their tensors are."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
 
 
 def train_equally(
@@ -130,7 +120,7 @@ def test_an_elementwise_one_is_cut(name: str, arguments: dict[str, Any], rank: i
     train_equally(model, sharded, reference, [plain])
     sharded.consolidate_state_dict(to=0)
     if rank == 0:
-        assert is_same(sharded.state_dict(), plain.state_dict())
+        assert_same(sharded.state_dict(), plain.state_dict())
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -154,7 +144,7 @@ def test_it_steps_the_matrices_and_adamw_the_rest(name: str, arguments: dict[str
     # heavyball counts its steps in the state of the first tensor that a rank has.
     if rank == 0 and not name.startswith("heavyball"):
         for part, each in zip(split_state_dict(sharded.state_dict(), [0, 1]), plain, strict=True):
-            assert is_same(part, each.state_dict())
+            assert_same(part, each.state_dict())
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -184,7 +174,7 @@ def test_one_that_treats_groups_differently_by_a_flag_is_cut_where_that_is_eleme
     train_equally(model, sharded, reference, [plain])
     sharded.consolidate_state_dict(to=0)
     if rank == 0:
-        assert is_same(sharded.state_dict(), plain.state_dict())
+        assert_same(sharded.state_dict(), plain.state_dict())
 
 
 QUANTISED = [("bitsandbytes.optim.AdamW8bit", {}), ("bitsandbytes.optim.Lion8bit", {})]

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("transformers", reason="configs are those of transformers")
 pytest.importorskip("typer", reason="the command needs the extra zeroshard[cli]")
 
-import planning_page
 from zeroshard.planner import main
 from zeroshard.planner.models import InputError, Model, read_model
 
@@ -93,12 +92,9 @@ def test_a_config_without_architectures_has_no_head_and_says_so(tmp_path: Path) 
         ({"model_type": "no_such_model"}, "no_such_model"),
         ([1], "is no config: it holds a list"),
     ],
+    ids=["code beside it", "unknown architecture", "unknown type", "a list"],
 )
 def test_what_cannot_be_built_is_told_in_one_line(tmp_path: Path, config: object, told: str) -> None:
     with pytest.raises(InputError, match=told) as raised:
         read_model(str(write_config(tmp_path, config)))
     assert "\n" not in str(raised.value)
-
-
-def test_the_page_shows_what_its_commands_print() -> None:
-    assert planning_page.main(["--check"]) == 0

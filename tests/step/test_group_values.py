@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.combinations import FLAG, each_of
 from support.ddp_training import HOOKS, batch, register, steps_in_backward
-from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
+from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, train, twins
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
@@ -48,12 +48,6 @@ def group_each(module: nn.Module) -> list[dict[str, Any]]:
 
 def without_members(groups: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
-def train(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        set_gradients(module.parameters(), step)
-        optimizer.step()
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -131,6 +125,33 @@ def test_a_file_is_loaded_at_any_number_of_ranks(tmp_path: Path, partition: str)
     for world_size, from_rank in ((1, None), (2, 0), (4, None)):
         loaded = run_on_ranks(resume, world_size, tmp_path / "file", partition, from_rank)
         assert [group["step"] for group in loaded[-1]] == [3] * 9
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_values_of_one_of_several_classes_are_saved_and_loaded(rank: int) -> None:
+    (model, reference), (resumed, _) = twins(), twins()
+    first, *others = group_each(reference)
+    plain = [optim.AdamW([first]), Counting(others)]
+
+    def built(module: nn.Module) -> ZeroRedundancyOptimizer:
+        first, *others = group_each(module)
+        return ZeroRedundancyOptimizer([{**first, "optimizer_class": optim.AdamW}, *others], Counting)
+
+    def check(module: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
+        for step in steps:
+            train(module, optimizer, [step])
+            set_gradients(reference.parameters(), step)
+            for each in plain:
+                each.step()
+        assert_bitwise_equal(module, reference, f"after {steps}")
+        assert without_members(optimizer.param_groups[1:]) == without_members(plain[1].param_groups)
+
+    sharded, loaded = built(model), built(resumed)
+    check(model, sharded, range(3))
+    sharded.consolidate_state_dict(to=0)
+    resumed.load_state_dict(model.state_dict())
+    loaded.load_state_dict(sharded.state_dict() if rank == 0 else {}, from_rank=0)
+    check(resumed, loaded, range(3, 5))
 
 
 class CountingEverywhere(Counting):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zeroshard.guard
+from support.checkpointing import matrices
 from support.ddp_training import register
 from support.training import (
     ELEMENTWISE_OPTIMIZERS,
@@ -28,12 +29,6 @@ CLASSES = {name: item for name, item in ELEMENTWISE_OPTIMIZERS.items() if name =
 CLASSES |= {"Adafactor": (optim.Adafactor, {}), "Muon": (optim.Muon, {}), "SGD": (optim.SGD, {"momentum": 0.9})}
 ONLY_WHOLE = "captured in a CUDA graph only over the backend 'nccl', and if no tensor is cut"
 WAYS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"maximize": True}, {"capturable": True}]
-
-
-def matrices() -> nn.Module:
-    """Muon takes nothing else."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 64, bias=False), nn.Linear(64, 30, bias=False), nn.Linear(30, 3, bias=False))
 
 
 def on_all_devices() -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.combinations import FLAG, VIEWS, each_of
 from support.ddp_training import HOOKS, register, steps_in_backward
-from support.master_weights import HalfModel, PlainMasters, sharded_over, train
+from support.master_weights import HalfModel, PlainMasters, sharded_over, train, trained
 from support.training import (
     DENSE_OPTIMIZERS,
     EVERYWHERE,
@@ -173,38 +173,27 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(rank: int, hook: str) -> 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 def test_values_that_were_written_to_parameters_are_taken_over(as_bucket_view: bool) -> None:
-    model = HalfModel()
-    reference = copy.deepcopy(model)
-    sharded = sharded_over(model, parameters_as_bucket_view=as_bucket_view)
-    plain = PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
-    train(model, sharded, range(2))
-    train(reference, plain, range(2))
+    model, sharded, reference, plain = trained(2, parameters_as_bucket_view=as_bucket_view)
     # A write of the same values keeps what is not in them; other values are taken.
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     with torch.no_grad():
-        model[0].weight[0] = 0.5
-        reference[0].weight[0] = 0.5
-        plain.masters[0][0] = 0.5
+        model[0].weight[0] = reference[0].weight[0] = 0.5
     train(model, sharded, range(2, 4))
     train(reference, plain, range(2, 4))
     assert_bitwise_equal(model, reference, "after parameters were written to")
     with torch.no_grad():
         rebound = model[0].weight.detach().clone()
-        rebound[1] = reference[0].weight[1] = plain.masters[0][1] = 0.5
+        rebound[1] = reference[0].weight[1] = 0.5
         model[0].weight.data = rebound
     train(model, sharded, range(4, 6))
     train(reference, plain, range(4, 6))
     assert_bitwise_equal(model, reference, "after .data was rebound")
 
 
-def write_data(training: Training, write: Callable[[torch.Tensor], object]) -> None:
-    """Write to parameters through ``.data``, as many loops do; without sharding also to the masters of what changed."""
-    for index, param in enumerate(training.ddp.parameters()):
-        before = param.detach().clone()
-        write(param.data)
-        if isinstance(training.optimizer, PlainMasters):
-            changed = param.detach() != before
-            training.optimizer.masters[index].data[changed] = param.detach()[changed].float()
+def write(training: Training, change: Callable[[torch.Tensor], object]) -> None:
+    """Write to parameters through ``.data``, as many loops do."""
+    for param in training.ddp.parameters():
+        change(param.data)
 
 
 def pretrained(values: torch.Tensor) -> None:
@@ -238,13 +227,13 @@ def test_writes_through_data_reach_the_masters(
     sides = [Training(hook, is_sharded=each, partition=partition, views=as_bucket_view) for each in (True, False)]
     ours, plain = sides
     for each in sides:
-        write_data(each, pretrained)
+        write(each, pretrained)
     for step in range(4):
         for each in sides:
             each.iterate(step)
         assert_bitwise_equal(ours.ddp.module, plain.ddp.module, f"after step {step}")
         for each in sides:
-            write_data(each, after_a_step)
+            write(each, after_a_step)
         assert_bitwise_equal(ours.ddp.module, plain.ddp.module, f"after the write that follows step {step}")
     assert_replicas_equal(ours.ddp.parameters())
 
@@ -256,10 +245,7 @@ def test_a_converted_model_is_refused() -> None:
     train(model, sharded, range(1))
     model.float()
     set_gradients(model.parameters(), 1)
-    with pytest.raises(
-        ValueError,
-        match="has changed its dtype, device or memory format",
-    ):
+    with pytest.raises(ValueError, match="has changed its dtype, device or memory format"):
         sharded.step()
 
 
@@ -305,12 +291,7 @@ def test_mixed_precision_of_ddp_without_a_hook() -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_closure_that_writes_to_parameters() -> None:
-    model = HalfModel()
-    sharded = sharded_over(model)
-    reference = copy.deepcopy(model)
-    plain = PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
-    train(model, sharded, range(1))
-    train(reference, plain, range(1))
+    model, sharded, reference, plain = trained(1)
 
     def closure() -> None:
         set_gradients(model.parameters(), 1)
@@ -320,7 +301,7 @@ def test_a_closure_that_writes_to_parameters() -> None:
     sharded.step(closure)
     set_gradients(reference.parameters(), 1)
     with torch.no_grad():
-        plain.masters[0].fill_(0.5)
+        reference[0].weight.fill_(0.5)
     plain.step()
     assert_bitwise_equal(model, reference, "after a closure")
 

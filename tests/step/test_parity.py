@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from support.combinations import LAYOUTS
+from support.checkpointing import matrices
+from support.combinations import LAYOUTS, VIEWS
 from support.training import (
     DENSE_OPTIMIZERS,
     ELEMENTWISE_OPTIMIZERS,
@@ -44,27 +47,25 @@ def check_parity(optimizer_class: type[optim.Optimizer], settings: dict[str, Any
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.by_default(
-    "2-ASGD-params | 2-Adafactor-params | 2-Adam-params | 2-AdamW-params | 2-AdamW-fused-params | "
-    "2-NAdam-params | 2-RMSprop-params | 2-SGD-params | 3-Adadelta-views | 3-Adagrad-views | "
-    "3-Adam-amsgrad-views | 3-AdamW-foreach-views | 3-Adamax-views | 3-RAdam-views | 3-Rprop-views | "
-    "3-SGD-momentum-views"
-)
+def of_every_class(names: Iterable[str]) -> pytest.MarkDecorator:
+    """By default, each class on 2 ranks without views or on 3 ranks with views, in turn."""
+    layouts = itertools.cycle([(2, "params"), (3, "views")])
+    cases = [f"{size}-{name}-{views}" for name, (size, views) in zip(names, layouts, strict=False)]
+    return pytest.mark.by_default(" | ".join(cases))
+
+
+@of_every_class(DENSE_OPTIMIZERS)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
 def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     optimizer_class, settings = DENSE_OPTIMIZERS[name]
     check_parity(optimizer_class, settings, rank, parameters_as_bucket_view=as_bucket_view)
 
 
-@pytest.mark.by_default(
-    "2-ASGD-params | 2-Adagrad-params | 2-Adam-amsgrad-params | 2-AdamW-foreach-params | 2-Adamax-params | "
-    "2-RAdam-params | 2-Rprop-params | 2-SGD-momentum-params | 3-Adadelta-views | 3-Adam-views | 3-AdamW-views | "
-    "3-AdamW-fused-views | 3-NAdam-views | 3-RMSprop-views | 3-SGD-views"
-)
+@of_every_class(ELEMENTWISE_OPTIMIZERS)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 @pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
 def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     optimizer_class, settings = ELEMENTWISE_OPTIMIZERS[name]
@@ -73,12 +74,8 @@ def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
 
 @pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 def test_muon_on_matrices(as_bucket_view: bool) -> None:
-    def matrices() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(5)])
-
     model, reference = twins(matrices)
     sharded, plain = twin_optimizers((model, reference), optim.Muon, as_bucket_view=as_bucket_view, lr=0.01)
     for step in range(STEPS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,3 +38,24 @@ def loaded(
         optim_state_dict=states["optimizer"],
         options=options,
     )
+
+
+def save_by(way: str, model: nn.Module, optimizer: Any, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Save by torch.distributed.checkpoint, "dcp", or in one file, "consolidated"."""
+    if way == "dcp":
+        saved(model, optimizer, path, group, flat=False)
+        return
+    optimizer.consolidate_state_dict()
+    if dist.get_rank(group) == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    dist.barrier(group)
+
+
+def load_by(way: str, model: nn.Module, optimizer: Any, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Load what `save_by` has saved."""
+    if way == "dcp":
+        loaded(model, optimizer, path, group, flat=False)
+        return
+    found = torch.load(path, weights_only=True)
+    optimizer.load_state_dict(found["optimizer"])
+    model.load_state_dict(found["model"])
