@@ -83,7 +83,7 @@ def test_equals_an_averaged_model(
 
 
 @two_ranks
-def test_before_the_first_step_and_after_a_step_that_was_skipped() -> None:
+def test_averages_may_be_updated_before_the_first_step() -> None:
     sides = Sides()
     for _ in range(2):
         sides.average.update()
@@ -108,7 +108,7 @@ def test_bytes_of_a_rank_are_its_share(rank: int) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("hook", ["reduce_to_owner_hook", "hook_with_zero_step"])
-def test_with_a_hook(rank: int, hook: str) -> None:
+def test_equals_an_averaged_model_with_a_hook(rank: int, hook: str) -> None:
     sides = Sides(overlap_with_ddp=steps_in_backward(hook))
     ddp = DistributedDataParallel(sides.model)
     register(hook, ddp, sides.sharded)
@@ -160,7 +160,7 @@ def test_master_weights_are_averaged() -> None:
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("way", ["dcp", "consolidated"])
-def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str) -> None:
+def test_averages_are_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
     for size, group in groups.items():
         path = ranks_tmp_path / f"from{size}"
@@ -184,7 +184,7 @@ def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Pat
 
 
 @two_ranks
-def test_resumed_from_a_new_process_through_dcp(ranks_tmp_path: Path) -> None:
+def test_averages_are_resumed_before_a_step_was_made(ranks_tmp_path: Path) -> None:
     first = Sides()
     first.train(range(3))
     save_by("dcp", first.model, first.sharded, ranks_tmp_path / "saved", None)
@@ -239,7 +239,7 @@ def test_a_rank_that_calls_something_else_is_told_so(rank: int) -> None:
 
 
 @two_ranks
-def test_what_was_frozen_and_unfrozen_and_added() -> None:
+def test_frozen_unfrozen_and_added_parameters_are_averaged() -> None:
     sides = Sides()
     for model in (sides.model, sides.reference):
         model[2].weight.requires_grad_(False)
@@ -274,7 +274,7 @@ def test_an_average_that_is_loaded_for_a_frozen_layer_is_applied_on_all_ranks() 
 
 
 @two_ranks
-def test_refused() -> None:
+def test_wrong_uses_are_refused() -> None:
     sides = Sides()
     sides.train(range(1))
     with pytest.raises(ValueError, match="has averages of its parameters already"):
@@ -347,7 +347,7 @@ def test_averages_made_after_the_last_step_are_saved() -> None:
 
 
 @two_ranks
-def test_resumed_with_a_layer_frozen_that_was_averaged_and_one_that_was_never_stepped() -> None:
+def test_averages_of_frozen_and_never_stepped_layers_are_resumed() -> None:
     first = Sides()
     for step in range(3):
         set_gradients(first.model.parameters(), step, none={0})

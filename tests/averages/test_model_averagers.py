@@ -116,7 +116,7 @@ def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, 
 
 
 @pytest.mark.parametrize(("views", "masters"), [(False, False), (True, True)], ids=["apart", "views of masters"])
-def test_saved_and_resumed(views: bool, masters: bool) -> None:
+def test_a_training_is_saved_and_resumed_between_averages(views: bool, masters: bool) -> None:
     # Given a training that is saved between two averages, by each subgroup for itself,
     zero = {"parameters_as_bucket_view": views}
     begun = Training(zero, "periodic", "wrapper", masters=masters)
@@ -195,7 +195,7 @@ def test_a_memory_format_is_restored_after_an_average(rank: int, views: bool) ->
         assert_bitwise_equal(sharded, plain, "after a step")
 
 
-def test_the_page() -> None:
+def test_the_script_of_the_page_averages_subgroups() -> None:
     page = (Path(__file__).parents[2] / "docs" / "averaging.md").read_text(encoding="utf-8")
     script = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     names: dict[str, Any] = {}

@@ -46,7 +46,7 @@ PARTITIONS_IN_TURN: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @each_of("name", PARTITIONS_IN_TURN, as_bucket_view=FLAG)
-def test_one_run_that_is_resumed_at_many_world_sizes(rank: int, name: str, as_bucket_view: bool) -> None:
+def test_one_run_is_resumed_at_many_world_sizes(rank: int, name: str, as_bucket_view: bool) -> None:
     partitions = PARTITIONS_IN_TURN[name]
     optimizer_class, settings = DENSE_OPTIMIZERS[name]
     reference = small_model()

@@ -20,7 +20,7 @@ from zeroshard_testing import assert_replicas_equal
 
 @pytest.mark.ranks(3, backend="gloo")
 @each_of("to", [-1, 3, 1.0, "0", None, True, torch.tensor([0, 1])], where=WHERE)
-def test_consolidating_to_a_rank_that_is_not(rank: int, where: str, to: Any) -> None:
+def test_a_target_that_is_no_rank_is_refused(rank: int, where: str, to: Any) -> None:
     run = Run()
     # Another target on one rank is a bad one first, and a different call only then.
     with pytest.raises(ValueError, match="`to` must be a group rank from 0 to 2") as caught:
@@ -30,7 +30,7 @@ def test_consolidating_to_a_rank_that_is_not(rank: int, where: str, to: Any) -> 
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_consolidating_to_a_rank_that_is_an_integer_of_another_kind(rank: int) -> None:
+def test_a_target_may_be_an_integer_of_another_kind(rank: int) -> None:
     run = Run()
     run.sharded.consolidate_state_dict(to=torch.tensor(1) if rank == 0 else 1)
     if rank == 1:
@@ -80,7 +80,7 @@ def test_calls_that_differ_are_named(rank: int, first: str, second: str) -> None
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("change", ["another dtype", "an entry more", "an entry less"])
-def test_parts_of_a_tensor_that_do_not_fit_together(rank: int, change: str) -> None:
+def test_parts_of_a_tensor_that_do_not_fit_together_are_named(rank: int, change: str) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting("split"))
     train_all([(model, sharded)], range(1))

@@ -121,7 +121,9 @@ NOT_ELEMENTWISE: dict[str, tuple[type[optim.Optimizer], Damage, str]] = {
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("name", NOT_ELEMENTWISE, where=WHERE)
-def test_a_damaged_checkpoint_of_a_class_that_is_not_elementwise(rank: int, where: str, name: str) -> None:
+def test_a_damaged_checkpoint_of_a_class_that_is_not_elementwise_changes_nothing(
+    rank: int, where: str, name: str
+) -> None:
     optimizer_class, damage, words = NOT_ELEMENTWISE[name]
     run = Run(optimizer_class, make=matrices)
     given = copy.deepcopy(run.plain.state_dict())
@@ -137,7 +139,7 @@ def test_a_damaged_checkpoint_of_a_class_that_is_not_elementwise(rank: int, wher
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("what", ["learning rate", "step count", "dtype"])
-def test_checkpoints_of_different_runs(rank: int, what: str) -> None:
+def test_checkpoints_of_different_runs_are_told_apart(rank: int, what: str) -> None:
     run = Run()
     given = copy.deepcopy(run.plain.state_dict())
     if rank == 1:
@@ -190,7 +192,7 @@ class FailsToLoad(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_class_that_fails_in_the_middle_of_a_load_on_one_rank(rank: int) -> None:
+def test_a_class_that_fails_in_the_middle_of_a_load_on_one_rank_changes_nothing(rank: int) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.ParameterList([nn.Parameter(torch.randn(2, 2, 2)), nn.Parameter(torch.randn(8))])

@@ -32,7 +32,7 @@ SIZES = (1, 2, 3, 4)
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+def test_it_is_used_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     model, reference = small_model(), small_model()
     optimizer, plain = twin_optimizers((model, reference), optim.AdamW, partition)
     train(model, optimizer, range(2))
@@ -89,7 +89,7 @@ class Counting(optim.SGD):
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
+def test_state_that_is_no_tensor_is_saved(rank: int, ranks_tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     groups = {size: dist.new_group(list(range(size))) for size in SIZES[:3]}
     reference = small_model()
@@ -114,7 +114,7 @@ def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+def test_more_ranks_than_trained_tensors_save_and_load(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
@@ -136,7 +136,7 @@ def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks_tmp_path: Path) -> None:
+def test_a_group_is_added_after_several_were_loaded(rank: int, flat: bool, ranks_tmp_path: Path) -> None:
     def trained(kind: Callable[..., optim.Optimizer], steps: range, source: Path | None) -> tuple[Any, Any]:
         model = small_model()
         first, second, third = (list(model[i].parameters()) for i in (0, 2, 3))
@@ -161,7 +161,7 @@ def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_memory_formats(ranks_tmp_path: Path) -> None:
+def test_memory_formats_may_differ_between_saving_and_loading(ranks_tmp_path: Path) -> None:
     def made(memory_format: torch.memory_format) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 3))
@@ -185,7 +185,7 @@ def test_memory_formats(ranks_tmp_path: Path) -> None:
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_odd_shapes_and_dtypes(partition: str, ranks_tmp_path: Path) -> None:
+def test_odd_shapes_and_dtypes_are_saved_and_loaded(partition: str, ranks_tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -101,7 +101,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(file: str, r
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_full_disk_during_an_asynchronous_save(ranks_tmp_path: Path) -> None:
+def test_a_full_disk_during_an_asynchronous_save_is_an_error_of_its_result(ranks_tmp_path: Path) -> None:
     run, group = Run(), dist.new_group()
     given = get_optimizer_state_dict(run.model, run.sharded, options=FLAT)
     fill_disk(ranks_tmp_path / "full", "__1_0.distcp")
@@ -147,7 +147,7 @@ AT = pytest.mark.parametrize(
 
 @pytest.mark.ranks(3, backend="gloo")
 @AT
-def test_a_rank_that_is_killed_during_a_save(
+def test_a_rank_that_is_killed_during_a_save_is_an_error_of_the_others(
     rank: int, at: str, victim: int, faults: Faults, ranks_tmp_path: Path
 ) -> None:
     run, group = Run(), short_group()
@@ -163,7 +163,7 @@ def test_a_rank_that_is_killed_during_a_save(
 
 @pytest.mark.ranks(3, backend="gloo")
 @AT
-def test_a_rank_that_is_killed_during_a_load(
+def test_a_rank_that_is_killed_during_a_load_is_an_error_of_the_others(
     rank: int, at: str, victim: int, faults: Faults, ranks_tmp_path: Path
 ) -> None:
     run, group = Run(), short_group()
@@ -188,7 +188,9 @@ TRANSFERS: dict[str, Callable[[dict[str, Any], Path, dist.ProcessGroup], object]
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("transfer", ["save", pytest.param("load", marks=pytest.mark.exhaustive)])
-def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_path: Path) -> None:
+def test_a_rank_that_stops_is_an_error_of_the_others(
+    rank: int, transfer: str, faults: Faults, ranks_tmp_path: Path
+) -> None:
     run, group = Run(), short_group()
     run.save(ranks_tmp_path / "saved")
     given = {"optimizer": get_optimizer_state_dict(run.model, run.sharded, options=FLAT)}
@@ -200,7 +202,7 @@ def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_p
 
 
 @pytest.mark.ranks(2, backend="gloo", isolation="process")
-def test_a_rank_that_steps_while_the_other_saves(rank: int, ranks_tmp_path: Path) -> None:
+def test_a_rank_that_steps_while_the_other_saves_is_an_error_of_both(rank: int, ranks_tmp_path: Path) -> None:
     group = short_group()
     run = Run(group=group)
     given = get_optimizer_state_dict(run.model, run.sharded)
@@ -278,7 +280,7 @@ def other_model(problem: str) -> nn.Module:
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_parameters_that_the_file_lacks_has_beyond_or_in_another_shape(
+def test_parameters_that_the_file_lacks_or_has_in_another_shape_are_named(
     rank: int, partition: str, ranks_tmp_path: Path
 ) -> None:
     run = Run(partition)
@@ -323,7 +325,9 @@ def fail(*_: object) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_a_checkpoint_after_a_step_that_failed_on_one_rank(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_after_a_step_that_failed_on_one_rank(
+    rank: int, partition: str, ranks_tmp_path: Path
+) -> None:
     run, other = Run(partition), Run(partition)
     hook = run.sharded.optim.register_step_pre_hook(fail) if rank == 1 else None
     with pytest.raises(ArithmeticError, match="not today"):

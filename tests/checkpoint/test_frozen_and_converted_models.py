@@ -41,9 +41,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_of("name", CONVERSIONS, partition=["whole", "split"], as_bucket_view=FLAG)
-def test_a_model_that_is_converted_between_building_and_loading(
-    partition: str, as_bucket_view: bool, name: str
-) -> None:
+def test_a_model_may_be_converted_between_building_and_loading(partition: str, as_bucket_view: bool, name: str) -> None:
     model, reference = twins(convolutions)
     plain = optim.Adam(reference.parameters())
     train_all([(reference, plain)], range(2))
@@ -66,7 +64,7 @@ def test_a_model_that_is_converted_between_building_and_loading(
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_model_that_is_converted_on_one_rank_before_loading(rank: int) -> None:
+def test_a_model_that_one_rank_has_converted_before_loading_is_named(rank: int) -> None:
     model, reference = twins(convolutions)
     plain = optim.Adam(reference.parameters())
     train_all([(reference, plain)], range(1))

@@ -137,7 +137,7 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
         ("fsdp1 with original parameters", True),
     ],
 )
-def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
+def test_what_fsdp_has_saved_is_loaded_by_ours_and_the_reverse(
     name: str, flat: bool, kind: Any, settings: dict[str, Any], ranks_tmp_path: Path
 ) -> None:
     makers: dict[str, Callable[..., Run]] = {
@@ -164,7 +164,7 @@ def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("partition", ["whole", "split"], broadcast=FLAG)
-def test_full_state_of_fsdp2(rank: int, partition: str, broadcast: bool) -> None:
+def test_full_state_goes_to_and_from_fsdp2(rank: int, partition: str, broadcast: bool) -> None:
     reference, ours, theirs = plain(optim.AdamW), sharded(partition, optim.AdamW), fsdp2(optim.AdamW)
     for run in (reference, ours, theirs):
         train(run, range(3))
@@ -188,7 +188,7 @@ def test_full_state_of_fsdp2(rank: int, partition: str, broadcast: bool) -> None
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_full_state_of_fsdp1_by_name_and_by_index(rank: int, partition: str) -> None:
+def test_full_state_goes_to_and_from_fsdp1_by_name_and_by_index(rank: int, partition: str) -> None:
     def make() -> Run:
         return sharded(partition, optim.AdamW, named=True)
 
@@ -233,7 +233,7 @@ def test_full_state_of_fsdp1_by_name_and_by_index(rank: int, partition: str) -> 
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("name", MAKERS)
-def test_parameters_that_were_never_stepped(rank: int, name: str) -> None:
+def test_parameters_that_were_never_stepped_have_no_state_there(rank: int, name: str) -> None:
     reference, ours = plain(optim.AdamW), sharded("split", optim.AdamW)
     for run in (reference, ours):
         train(run, range(3), unused="4.weight")

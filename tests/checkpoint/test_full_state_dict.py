@@ -80,7 +80,9 @@ def test_full_optimizer_state_dict_is_what_torch_gets_of_a_plain_optimizer(
     wrap=[DistributedDataParallel, unwrapped],
     partition=["whole", "split"],
 )
-def test_the_whole_state_is_loaded(rank: int, partition: str, wrap: Any, flat: bool, way: str) -> None:
+def test_the_whole_state_of_a_plain_optimizer_is_loaded(
+    rank: int, partition: str, wrap: Any, flat: bool, way: str
+) -> None:
     pair = Pair(partition, one(betas=(0.8, 0.9)), wrap=wrap)
     pair.train(range(3))
     theirs = pair.get(flatten_optimizer_state_dict=flat)[1]

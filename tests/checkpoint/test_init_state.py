@@ -46,7 +46,7 @@ def make_negative_zeros(*modules: nn.Module) -> None:
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 # What is not elementwise comes at an even place.
 @pytest.mark.parametrize(("name", "partition"), [*zip(ALL, itertools.cycle(["whole", "split"]), strict=False)])
-def test_it_is_that_of_a_plain_optimizer(rank: int, name: str, partition: str) -> None:
+def test_state_is_that_of_a_plain_optimizer(rank: int, name: str, partition: str) -> None:
     optimizer_class, settings = ALL[name]
     model, reference = twins(matrices) if name == "Muon" else twins()
     # A step with learning rate 0 may lose the sign.
@@ -81,7 +81,7 @@ def test_state_that_is_there_stays() -> None:
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_frozen_parameters_and_gradients() -> None:
+def test_frozen_parameters_get_no_state_and_gradients_stay() -> None:
     model, reference = twins()
     for module in (model, reference):
         module[0].weight.requires_grad_(False)
@@ -100,7 +100,7 @@ def test_frozen_parameters_and_gradients() -> None:
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_more_ranks_than_tensors(rank: int) -> None:
+def test_ranks_without_a_tensor_list_the_state(rank: int) -> None:
     param = nn.Parameter(torch.ones(3))
     sharded = ZeroRedundancyOptimizer([param], optim.AdamW)
     sharded.init_state()
@@ -138,7 +138,7 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_another_model_on_one_rank(rank: int) -> None:
+def test_another_model_on_one_rank_is_named(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     model[0].weight.requires_grad_(rank == 0)
@@ -149,7 +149,7 @@ def test_another_model_on_one_rank(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_with_a_hook(rank: int, hook: str) -> None:
+def test_state_is_made_under_a_hook(rank: int, hook: str) -> None:
     pair = Twins(hook)
     before = bits(pair.ddp)
     pair.optimizer.init_state()
@@ -218,7 +218,7 @@ def test_a_users_step_with_learning_rate_0_is_not_torchs(rank: int, hook: str) -
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_what_was_consolidated_before_there_was_state(rank: int) -> None:
+def test_what_was_consolidated_before_there_was_state_is_listed_again(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     sharded.consolidate_state_dict()
@@ -237,7 +237,7 @@ def test_state_of_frozen_parameters_is_made_once_they_are_unfrozen(rank: int) ->
 
 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-def test_distributed_checkpoints_reader_on_more_ranks_than_tensors(rank: int) -> None:
+def test_torch_lists_state_on_more_ranks_than_tensors(rank: int) -> None:
     # torch steps an optimizer that looks untrained, which would hang on one rank alone.
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -252,7 +252,7 @@ def test_distributed_checkpoints_reader_on_more_ranks_than_tensors(rank: int) ->
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_distributed_checkpoints_reader_of_an_optimizer_that_keeps_no_state(hook: str) -> None:
+def test_torch_lists_an_optimizer_that_keeps_no_state(hook: str) -> None:
     # torch steps an optimizer that looks untrained, which a hook refuses, and leaves the learning rate 0.
     pair = Twins(hook, optimizer=optim.SGD)
     pair.optimizer.init_state()

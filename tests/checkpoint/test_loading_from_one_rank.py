@@ -26,7 +26,7 @@ def test_what_one_rank_has_listed_is_not_loaded_from_it(rank: int, partition: st
 
 @pytest.mark.ranks(3, backend="gloo")
 @PARTITIONS
-def test_loading_from_one_rank(rank: int, partition: str) -> None:
+def test_all_ranks_load_what_one_rank_has(rank: int, partition: str) -> None:
     pair = Pair(partition)
     pair.step()
     saved = copy.deepcopy(pair.plain.state_dict())

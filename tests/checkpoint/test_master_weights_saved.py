@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @each_of("way", ["dcp", "consolidated"], partition=["whole", "split"])
-def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str, partition: str) -> None:
+def test_masters_are_saved_at_one_size_and_resumed_at_another(
+    rank: int, ranks_tmp_path: Path, way: str, partition: str
+) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
     reference = HalfModel()
     train(reference, PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2), range(5))
@@ -151,7 +153,7 @@ def test_a_class_that_drops_gradients_has_masters_in_checkpoints() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_class_with_an_entry_of_that_name() -> None:
+def test_a_class_with_an_entry_of_that_name_is_refused() -> None:
     model = HalfModel()
     sharded = ZeroRedundancyOptimizer(model.parameters(), KeepsMasters, lr=1e-2, master_weights=True)
     set_gradients(model.parameters(), 0)

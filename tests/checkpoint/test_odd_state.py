@@ -29,7 +29,7 @@ class Indexed(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_integer_keys(rank: int) -> None:
+def test_state_under_integers_is_listed_and_consolidated(rank: int) -> None:
     pair, calls = Pair(kind=Indexed, lr=0.1), [0]
     for _ in range(4):
         pair.step()
@@ -76,7 +76,7 @@ class NoDict(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_state_that_is_no_dict_on_one_rank() -> None:
+def test_state_that_is_no_dict_on_one_rank_is_refused() -> None:
     pair = Pair(kind=NoDict, lr=0.1)
     for _ in range(2):
         set_gradients(pair.model.parameters(), 0)
@@ -86,7 +86,7 @@ def test_state_that_is_no_dict_on_one_rank() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_momentum_of_sparse_gradients(rank: int) -> None:
+def test_momentum_of_sparse_gradients_is_loaded(rank: int) -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Embedding(12, 4, sparse=True))
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, momentum=0.9)
     for table in model:

@@ -61,7 +61,7 @@ def test_every_optimizer_saves_what_the_plain_one_saves_and_goes_on_from_it(
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @PARTITIONS
-def test_groups_of_named_parameters(partition: str) -> None:
+def test_groups_of_named_parameters_are_resumed(partition: str) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(two_groups(model), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(two_groups(reference))
@@ -79,7 +79,7 @@ def test_groups_of_named_parameters(partition: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_loading_over_state_that_is_there_already(partition: str, as_bucket_view: bool) -> None:
+def test_a_load_replaces_state_that_is_there_already(partition: str, as_bucket_view: bool) -> None:
     model, reference = twins()
     sharded, plain = twin_optimizers((model, reference), optim.Adam, partition, as_bucket_view)
     early = copy.deepcopy((reference.state_dict(), plain.state_dict()))
@@ -152,7 +152,7 @@ def test_schedulers_go_on_after_a_load(name: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_mixed_dtypes(partition: str) -> None:
+def test_state_of_mixed_dtypes_is_resumed(partition: str) -> None:
     def mixed() -> nn.Module:
         model = small_model()
         model[2].to(torch.bfloat16)
@@ -172,7 +172,7 @@ def test_mixed_dtypes(partition: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_a_file_that_is_read_without_pickle(partition: str) -> None:
+def test_a_file_can_be_read_without_pickle(partition: str) -> None:
     model, reference = twins()
     sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition)
     train_all([(model, sharded), (reference, plain)], range(2))
@@ -187,7 +187,9 @@ def test_a_file_that_is_read_without_pickle(partition: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_to_and_from_torchs_class_and_the_plain_optimizer(rank: int, partition: str, as_bucket_view: bool) -> None:
+def test_a_checkpoint_goes_to_and_from_torchs_class_and_the_plain_optimizer(
+    rank: int, partition: str, as_bucket_view: bool
+) -> None:
     model, reference = twins()
     theirs = TorchZero(model.parameters(), optim.Adam, lr=0.01)
     plain = optim.Adam(reference.parameters(), lr=0.01)
@@ -244,7 +246,7 @@ def test_hooks_see_the_state_and_may_change_it(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_state_in_channels_last(rank: int, partition: str) -> None:
+def test_state_in_channels_last_is_resumed(rank: int, partition: str) -> None:
     def convolutions() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
@@ -269,7 +271,7 @@ def test_state_in_channels_last(rank: int, partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_tensors_that_were_never_stepped(rank: int) -> None:
+def test_tensors_that_were_never_stepped_have_empty_state(rank: int) -> None:
     model, reference = twins()
     sharded, plain = twin_optimizers((model, reference), optim.Adam)
     for module, optimizer in ((model, sharded), (reference, plain)):
@@ -297,7 +299,7 @@ SWITCHED_OFF: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, A
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_of("name", SWITCHED_OFF, partition=["whole", "split"])
-def test_state_that_outlives_its_setting(rank: int, partition: str, name: str) -> None:
+def test_state_outlives_its_setting(rank: int, partition: str, name: str) -> None:
     optimizer_class, settings, off = SWITCHED_OFF[name]
     on = {key: settings[key] for key in off}
     model, reference = twins()
@@ -337,7 +339,7 @@ class RefusesTheProbe(optim.Adam):
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("failure", [AssertionError, IndexError, NotImplementedError, OSError])
-def test_a_class_that_works_on_large_tensors_only(rank: int, failure: type[Exception]) -> None:
+def test_a_class_that_works_on_large_tensors_alone_is_resumed(rank: int, failure: type[Exception]) -> None:
     stubborn = type("Stubborn", (RefusesTheProbe,), {"failure": failure})
     model, reference = twins()
     plain = stubborn(reference.parameters())

@@ -29,7 +29,7 @@ def by_name(plain: optim.Optimizer, reference: torch.nn.Module) -> dict[str, Any
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_names_in_and_out(rank: int, partition: str) -> None:
+def test_state_dicts_with_names_are_made_and_loaded(rank: int, partition: str) -> None:
     _, sharded, reference, plain = sharded_and_plain(partition)
     sharded.consolidate_state_dict(to=1)
     if rank == 1:
@@ -51,7 +51,7 @@ def test_names_in_and_out(rank: int, partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_names_that_do_not_fit(rank: int) -> None:
+def test_names_that_do_not_fit_are_refused(rank: int) -> None:
     _, sharded, reference, plain = sharded_and_plain()
     before = sharded.optim.state_dict()
     given = by_name(plain, reference)
@@ -70,7 +70,7 @@ def test_names_that_do_not_fit(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_parameters_without_names() -> None:
+def test_parameters_without_names_have_no_such_state_dict() -> None:
     model = small_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     train(model, sharded, range(1))

@@ -35,7 +35,7 @@ def test_everything_is_listed_on_every_rank(partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_first_gradient_at_step_100(rank: int) -> None:
+def test_state_of_a_first_gradient_at_step_100_is_listed(rank: int) -> None:
     pair = Pair()
     for step in range(102):
         sent = pair.sharded.traffic.of("control").calls
@@ -212,7 +212,7 @@ def test_one_rank_alone_has_a_plain_state_dict() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_rank_that_owns_everything(rank: int) -> None:
+def test_a_rank_that_owns_nothing_lists_everything(rank: int) -> None:
     model = nn.Linear(3, 1, bias=False)
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
     set_gradients(model.parameters(), 0)
@@ -245,7 +245,7 @@ def test_a_first_step_that_failed_on_one_rank_is_listed_too(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_whole_checkpoint_on_one_rank_and_its_own_on_the_other(rank: int) -> None:
+def test_a_whole_checkpoint_on_one_rank_and_its_own_on_the_other_are_told_apart(rank: int) -> None:
     pair = Pair()
     pair.step()
     whole = copy.deepcopy(pair.plain.state_dict())

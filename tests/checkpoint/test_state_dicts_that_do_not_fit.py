@@ -100,7 +100,7 @@ def test_entries_that_do_not_fit_are_an_error_on_every_rank(partition: str) -> N
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_parameters_that_are_unused_or_frozen_after_steps(rank: int, partition: str) -> None:
+def test_parameters_that_are_unused_or_frozen_after_steps_are_missing(rank: int, partition: str) -> None:
     def trained() -> Pair:
         pair = Pair(partition)
         pair.train(range(2), unused=(4, 7))
@@ -144,7 +144,7 @@ def test_parameters_that_are_unused_or_frozen_after_steps(rank: int, partition: 
         pytest.param("broadcast", marks=pytest.mark.xfail(strict=True, reason="torch gives them to rank 0 alone")),
     ],
 )
-def test_hyperparameters_that_a_scheduler_has_added(rank: int, way: str) -> None:
+def test_hyperparameters_that_a_scheduler_has_added_are_set(rank: int, way: str) -> None:
     pair = Pair("whole")
     for optimizer in (*pair.sharded, *pair.plain):
         optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.95**epoch)

@@ -19,7 +19,7 @@ from zeroshard.state.placeholder import StatePlaceholder
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_state_that_is_changed_in_place(partition: str) -> None:
+def test_state_is_changed_in_place_where_it_lies(partition: str) -> None:
     pair = Pair(partition)
     pair.step()
     entries = [pair.sharded.state[param]["exp_avg"] for param in pair.model.parameters()]
@@ -111,7 +111,7 @@ def test_entries_of_other_ranks_refuse_to_be_changed(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_state_is_cleared_and_exchanged(rank: int) -> None:
+def test_state_may_be_cleared_and_exchanged(rank: int) -> None:
     for clear in (lambda opt: opt.state.clear(), lambda opt: setattr(opt, "state", defaultdict(dict))):
         pair = Pair()
         pair.step()
@@ -133,7 +133,7 @@ def rebuilt(value: Any) -> Any:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_state_is_moved_as_lightning_does() -> None:
+def test_state_may_be_moved_as_lightning_does() -> None:
     pair = Pair()
     pair.step()
     for param, entries in pair.sharded.state.items():

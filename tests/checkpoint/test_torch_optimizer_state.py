@@ -56,7 +56,7 @@ def check_equal(trained: list[tuple[nn.Module, optim.Optimizer]]) -> None:
 
 @RANKS
 @pytest.mark.parametrize("name", [name for name in DENSE_OPTIMIZERS if name != "Adafactor"])
-def test_a_state_dict_of_an_older_release(name: str) -> None:
+def test_a_state_dict_of_an_older_release_is_loaded(name: str) -> None:
     """Hyperparameters that came later are missing, and steps may be plain numbers: classes fill them in."""
     trained = both(name)
     step(trained, 1)
@@ -74,7 +74,7 @@ def test_a_state_dict_of_an_older_release(name: str) -> None:
 
 
 @RANKS
-def test_hooks_around_state_dict() -> None:
+def test_hooks_around_state_dict_may_change_it() -> None:
     results = []
     for _, optimizer in both():
         optimizer.register_state_dict_pre_hook(lambda opt: opt.state.__setitem__("test", 1))
@@ -91,7 +91,7 @@ def test_hooks_around_state_dict() -> None:
 
 
 @RANKS
-def test_hooks_around_load_state_dict_and_their_order() -> None:
+def test_hooks_around_load_state_dict_are_called_in_their_order() -> None:
     heard: list[list[str]] = []
     for _, optimizer in both():
         mine: list[str] = []
@@ -114,7 +114,7 @@ def test_hooks_around_load_state_dict_and_their_order() -> None:
 
 
 @RANKS
-def test_copies_and_files() -> None:
+def test_an_optimizer_cannot_be_copied_and_its_state_can_be_saved() -> None:
     trained = both()
     step(trained, 1)
     (_, ours), (_, plain) = trained
@@ -145,7 +145,7 @@ def test_state_is_cast_to_the_parameters(dtype: torch.dtype) -> None:
 
 
 @RANKS
-def test_names_and_groups() -> None:
+def test_names_of_an_added_group_are_saved_and_may_be_missing() -> None:
     trained = both()
     for model, optimizer in trained:
         model.extra = nn.Linear(3, 3)

@@ -140,7 +140,7 @@ ALL_KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("kind", [*ALL_KINDS, pytest.param("ddp of compiled", marks=pytest.mark.exhaustive)])
-def test_all_kinds_of_models_and_optimizers(kind: str) -> None:
+def test_state_of_all_kinds_of_models_and_optimizers_is_listed_and_set(kind: str) -> None:
     replicated = ("2.weight", "2.bias") if "plain" in kind else ()
     # Torch does not flatten an empty group, and what is not elementwise is not cut.
     for partition, flat in (("whole", False), ("split", kind != "empty group")):
@@ -179,7 +179,7 @@ def test_after_init_state_nothing_is_stepped(partition: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS)
-def test_optimizers_with_a_communication_hook(hook: str) -> None:
+def test_state_is_listed_and_set_under_a_communication_hook(hook: str) -> None:
     twins = Twins(hook, partition="split")
 
     def get(**options: Any) -> list[Any]:

@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.ranks(3, backend="gloo")
 @each_of("setting", CALLS, where=WHERE)
-def test_every_rank_refuses_it(rank: int, setting: str, where: str) -> None:
+def test_every_rank_refuses_a_class_that_couples_tensors(rank: int, setting: str, where: str) -> None:
     factory, group, defaults = CALLS[setting]
     params = [{"params": list(small_model().parameters()), **group}]
     coupled: Any = "refuse" if is_mine(where, rank) else "allow"

@@ -15,7 +15,7 @@ from zeroshard_testing import raises_on
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("named", FLAG, ids=["unnamed", "named"])
-def test_a_sparse_gradient_of_a_cut_tensor(named: bool) -> None:
+def test_a_sparse_gradient_of_a_cut_tensor_is_named(named: bool) -> None:
     model = nn.Sequential(nn.Embedding(400, 64, sparse=True))
     params = model.named_parameters() if named else model.parameters()
     optimizer = ZeroRedundancyOptimizer(params, optim.SGD, partition=cutting("split"), lr=0.1)

@@ -94,7 +94,7 @@ def _eager() -> Iterator[None]:
     ("pytorch_optimizer.SOAP", {}),
     ("pytorch_optimizer.StableAdamW", {}),
 )
-def test_it_is_equal_to_one_process(name: str, arguments: dict[str, Any]) -> None:
+def test_a_sharded_one_is_equal_to_one_process(name: str, arguments: dict[str, Any]) -> None:
     model, reference = twins()
     sharded, plain = twin_optimizers((model, reference), found(name), as_bucket_view=True, **arguments)
     train_equally(model, sharded, reference, [plain])
@@ -109,7 +109,7 @@ def test_it_is_equal_to_one_process(name: str, arguments: dict[str, Any]) -> Non
     ("schedulefree.AdamWScheduleFreeReference", {}),
     ("schedulefree.SGDScheduleFree", {}),
 )
-def test_an_elementwise_one_is_cut(name: str, arguments: dict[str, Any], rank: int) -> None:
+def test_an_elementwise_one_is_cut_and_equal_to_one_process(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins()
     options: dict[str, Any] = {"partition": cutting("split"), "elementwise": True}
     sharded = ZeroRedundancyOptimizer(model.parameters(), found(name), **options, **arguments)

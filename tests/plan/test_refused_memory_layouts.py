@@ -107,7 +107,7 @@ def refused(name: str, *, unusual: bool) -> nn.ParameterList:
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("name", REFUSED, partition=["whole", "split"], as_bucket_view=FLAG, where=WHERE)
-def test_what_is_refused_at_construction(
+def test_unusual_memory_is_refused_at_construction(
     rank: int, where: str, partition: str, as_bucket_view: bool, name: str
 ) -> None:
     *_, error, words = REFUSED[name]
@@ -125,7 +125,9 @@ def test_what_is_refused_at_construction(
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("name", REFUSED, as_bucket_view=FLAG, where=WHERE)
-def test_what_is_refused_as_a_group(rank: int, where: str, as_bucket_view: bool, name: str) -> None:
+def test_unusual_memory_is_refused_in_a_group_that_is_added(
+    rank: int, where: str, as_bucket_view: bool, name: str
+) -> None:
     *_, error, words = REFUSED[name]
     ours, theirs = twins(lambda: module(pair()))
     sharded, plain = twin_optimizers((ours, theirs), optim.Adam, as_bucket_view=as_bucket_view)
@@ -160,7 +162,7 @@ REBOUND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("name", REBOUND, partition=["whole", "split"], as_bucket_view=FLAG, where=WHERE)
-def test_data_that_is_read_otherwise_from_the_same_address(
+def test_data_that_is_read_otherwise_from_the_same_address_is_refused(
     rank: int, where: str, partition: str, as_bucket_view: bool, name: str
 ) -> None:
     ours, theirs = twins(lambda: module(pair()))

@@ -168,7 +168,7 @@ def iterations(
 
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
 @pytest.mark.parametrize(("model", "optimizer", "partition", "hook"), COMBINATIONS)
-def test_memory_and_traffic(
+def test_memory_and_traffic_on_the_device_are_as_predicted(
     rank: int,
     world_size: int,
     device: torch.device,
@@ -222,7 +222,7 @@ def test_memory_and_traffic(
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("bucket_mb", [0.5, 1, 25], ids=["alone", "packed", "one bucket"])
-def test_the_peak_of_sharded_gradients_without_activations(
+def test_the_peak_of_sharded_gradients_is_as_predicted(
     rank: int,
     world_size: int,
     device: torch.device,
@@ -242,7 +242,9 @@ def test_the_peak_of_sharded_gradients_without_activations(
 
 @pytest.mark.ranks(3, backend="gloo")
 @each_of("hook", HOOKS, partition=["whole", "split"], model=["convolutions with buffers", "LoRA"])
-def test_state_and_traffic_in_messages(rank: int, world_size: int, model: str, partition: str, hook: str) -> None:
+def test_state_and_traffic_in_messages_are_as_predicted(
+    rank: int, world_size: int, model: str, partition: str, hook: str
+) -> None:
     build, make_batch = MODELS[model]
     model_built = build()
     steps_early = steps_in_backward(hook)

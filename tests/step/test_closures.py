@@ -162,7 +162,7 @@ def test_each_of_several_classes_asks_once() -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_closures(partition: str, as_bucket_view: bool) -> None:
+def test_a_closure_is_evaluated_as_by_the_unsharded_optimizer(partition: str, as_bucket_view: bool) -> None:
     pair = twins()
     optimizers = twin_optimizers(pair, optim.Adam, partition, as_bucket_view)
     inputs = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
@@ -183,7 +183,7 @@ def test_closures(partition: str, as_bucket_view: bool) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: str, as_bucket_view: bool) -> None:
+def test_a_closure_may_rebind_data_and_drop_gradients_of_frozen_tensors(partition: str, as_bucket_view: bool) -> None:
     pair = twins()
     optimizers = twin_optimizers(pair, optim.Adam, partition, as_bucket_view)
     train_equally(pair, optimizers, range(2))
@@ -203,7 +203,7 @@ def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_of("how", ["unfrozen", "converted"], on_rank_1_alone=FLAG, partition=["whole", "split"], as_bucket_view=FLAG)
-def test_closures_that_change_what_the_ranks_agreed_upon(
+def test_closures_of_all_ranks_may_change_what_they_agree_upon(
     rank: int, partition: str, as_bucket_view: bool, on_rank_1_alone: bool, how: str
 ) -> None:
     model, reference = twins()

@@ -196,7 +196,9 @@ def _traced(work: Callable[[], None]) -> int | None:
 @pytest.mark.parametrize("way", ["sent", "read"])
 @pytest.mark.parametrize("most", [0, 16], ids=["rounds", "ring"])
 @pytest.mark.parametrize("hook", ["none", "reduce_to_owner_hook"])
-def test_words_of_a_step(world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_sends_few_words(
+    world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count_words(world_size, way, most, hook, monkeypatch)
 
 
@@ -204,7 +206,9 @@ def test_words_of_a_step(world_size: int, way: str, most: int, hook: str, monkey
 @pytest.mark.ranks(8, 16, backend="gloo")
 @pytest.mark.parametrize("way", ["sent", "read"])
 @pytest.mark.parametrize("hook", ["none", "reduce_to_owner_hook"])
-def test_words_of_a_step_of_more_ranks(world_size: int, way: str, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_more_ranks_sends_few_words(
+    world_size: int, way: str, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count_words(world_size, way, 16, hook, monkeypatch)
 
 

@@ -42,7 +42,7 @@ def found(training: Training, *words: str, kind: type[Exception] = RuntimeError)
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start(rank: int, frozen: bool) -> None:
+def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start_is_found(rank: int, frozen: bool) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     model = small_model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
@@ -59,7 +59,7 @@ def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start(rank: int,
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("how", ["in place", "replaced", "dropped"], hook=HOOKS[1:])
-def test_state_that_was_edited_after_the_backward_that_stepped(rank: int, hook: str, how: str) -> None:
+def test_state_that_was_edited_after_the_backward_that_stepped_is_found(rank: int, hook: str, how: str) -> None:
     training = Training(hook)
     training.iterate(3)
     index = training.owned_by(1)
@@ -83,7 +83,7 @@ def test_state_that_was_edited_after_the_backward_that_stepped(rank: int, hook: 
 @pytest.mark.by_default("2-other values | 3-none")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("how", ["other values", "none"])
-def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
+def test_a_gradient_that_differs_is_found(rank: int, world_size: int, how: str) -> None:
     training = Training("none")
     training.iterate(2)
     training.backward()
@@ -98,7 +98,7 @@ def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_a_parameter_that_one_rank_has_frozen(rank: int, hook: str) -> None:
+def test_a_parameter_that_one_rank_has_frozen_is_found(rank: int, hook: str) -> None:
     training = Training(hook)
     training.iterate(3)
     training.backward()
@@ -127,7 +127,7 @@ class Inside:
 
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_values_that_arrive_damaged_are_found(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(hook)
     training.iterate(3)
     index = training.owned_by(0)
@@ -144,7 +144,7 @@ def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_with_a_closure(rank: int) -> None:
+def test_a_gradient_of_a_closure_that_differs_is_found(rank: int) -> None:
     training = Training("none")
     seeds = iter([1, 1, 2 + rank])
 
@@ -158,14 +158,14 @@ def test_with_a_closure(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_levels_that_differ(rank: int) -> None:
+def test_levels_that_differ_are_named(rank: int) -> None:
     with pytest.raises(DisagreementError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL is"):
         Training("none", "DETAIL" if rank else "INFO")
 
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("hook", ["none", *HOOKS], partition=["whole", "split"], views=FLAG)
-def test_what_all_ranks_may_change(hook: str, partition: str, views: bool) -> None:
+def test_what_all_ranks_change_alike_is_no_fault(hook: str, partition: str, views: bool) -> None:
     training = Training(hook, partition=partition, parameters_as_bucket_view=views)
     training.iterate(3)
     with torch.no_grad():
@@ -184,12 +184,12 @@ def test_what_all_ranks_may_change(hook: str, partition: str, views: bool) -> No
 
 @pytest.mark.ranks(64, backend="fake", fake_rank=5)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_one_rank_of_a_large_world(partition: str) -> None:
+def test_one_rank_of_a_large_world_is_no_fault(partition: str) -> None:
     Training("none", partition=partition).iterate(3)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_groups_made_at_the_level_of_detail() -> None:
+def test_a_group_made_at_the_level_of_detail_can_be_used() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     # torch compares the calls of the ranks on such a group.
     group = dist.new_group(list(range(dist.get_world_size())))
@@ -213,7 +213,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_detail_adds_calls_and_operations_to_a_step(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = Counter[str]()
     digest_of = checks.digest_of
 
@@ -243,7 +243,7 @@ def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_off_calls_nothing_of_this(hook: str) -> None:
+def test_off_calls_no_function_of_these_modules(hook: str) -> None:
     files = {module.__file__ for module in (checks, describe)}
     called: set[str] = set()
 
@@ -268,7 +268,7 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
 @pytest.mark.by_default("1-none | 2-reduce_to_owner_hook")
 @pytest.mark.ranks(1, 2, backend="gloo")
 @BOTH
-def test_a_log_after_the_first_step_and_after_changes(
+def test_info_logs_after_the_first_step_and_after_changes(
     rank: int, world_size: int, hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="zeroshard.debugging")

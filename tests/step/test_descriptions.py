@@ -24,7 +24,9 @@ BOTH = pytest.mark.parametrize("hook", ["none", "reduce_to_owner_hook"])
 @pytest.mark.ranks(1, 2, backend="gloo")
 @BOTH
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partition: str) -> None:
+def test_a_description_has_the_plan_the_state_and_the_traffic(
+    rank: int, world_size: int, hook: str, partition: str
+) -> None:
     training = Training(hook, "OFF", partition)
     assert training.optimizer.describe().state_bytes_here == 0
     training.iterate(4)
@@ -60,7 +62,7 @@ def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partiti
 @pytest.mark.by_default("2-whole | 3-split")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_a_description_of_sharded_gradients(rank: int, world_size: int, partition: str) -> None:
+def test_a_description_of_sharded_gradients_has_their_buckets(rank: int, world_size: int, partition: str) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     # The optimizer has them in another order than they run.
     last, *others = [(name, param) for name, param in model.named_parameters() if name.endswith("weight")]
@@ -91,7 +93,7 @@ def test_a_description_of_sharded_gradients(rank: int, world_size: int, partitio
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_descriptions_of_two_optimizers() -> None:
+def test_each_of_two_optimizers_describes_its_own_traffic() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     model = small_model()
     ours = [ZeroRedundancyOptimizer(list(model.parameters())[n::2], optim.SGD, lr=0.1) for n in range(2)]
@@ -124,7 +126,7 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
 @pytest.mark.by_default("2-whole | 3-split")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_bytes_of_state_here_and_of_all_ranks(rank: int, world_size: int, partition: str) -> None:
+def test_repr_has_the_bytes_of_state_here_and_of_all_ranks(rank: int, world_size: int, partition: str) -> None:
     model, twin = nn.Linear(1000, 600), nn.Linear(1000, 600)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)
     plain = optim.AdamW(twin.parameters())
@@ -146,7 +148,7 @@ def test_bytes_of_state_here_and_of_all_ranks(rank: int, world_size: int, partit
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_there_may_be_no_state(rank: int) -> None:
+def test_repr_says_that_there_is_no_state_yet(rank: int) -> None:
     model = nn.Linear(3, 2)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, momentum=0.9)
     assert lines_of(optimizer)["state"] == "none yet"
@@ -163,7 +165,7 @@ def test_there_may_be_no_state(rank: int) -> None:
 
 
 @pytest.mark.ranks(1, backend="gloo")
-def test_one_rank_alone() -> None:
+def test_repr_of_one_rank_alone_has_its_state() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = ZeroRedundancyOptimizer(embedding.parameters(), optim.SparseAdam)
     embedding(torch.tensor([1, 2])).sum().backward()
@@ -173,7 +175,7 @@ def test_one_rank_alone() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_frozen_parameters_and_several_groups_and_a_hook(rank: int) -> None:
+def test_repr_counts_only_the_state_of_trained_groups(rank: int) -> None:
     model = small_model()
     model[0].requires_grad_(False)
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2:].parameters()), "lr": 0.5}]

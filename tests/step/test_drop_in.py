@@ -113,7 +113,7 @@ def test_join_trains_as_the_unsharded_optimizer_does(rank: int, more: int) -> No
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("option", ["gradient_as_bucket_view", "find_unused_parameters", "static_graph"], partition=["whole", "split"])
-def test_under_every_kind_of_ddp(rank: int, option: str, partition: str) -> None:
+def test_it_trains_under_every_kind_of_ddp(rank: int, option: str, partition: str) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -144,7 +144,7 @@ def test_under_every_kind_of_ddp(rank: int, option: str, partition: str) -> None
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_averaging_of_models_and_group_destruction(rank: int) -> None:
+def test_models_can_be_averaged_and_the_group_destroyed(rank: int) -> None:
     pair = twins()
     group = dist.new_group()
     sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, process_group=group)

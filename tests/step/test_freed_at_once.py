@@ -68,7 +68,7 @@ def left(seen: References) -> list[str]:
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("hook", ["none", *HOOKS], by=["messages", "collectives", "memory"])
-def test_after_training(hook: str, by: str) -> None:
+def test_nothing_is_left_after_training(hook: str, by: str) -> None:
     def use() -> References:
         with without_tags() if by == "collectives" else contextlib.nullcontext():
             ddp, optimizer = made(hook, large_model() if by == "memory" else small_model())
@@ -84,7 +84,7 @@ def test_after_training(hook: str, by: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("fails", FLAG, ids=["ends", "raises"])
-def test_after_a_join_context(fails: bool) -> None:
+def test_nothing_is_left_after_a_join_context(fails: bool) -> None:
     def use() -> References:
         ddp, optimizer = made("none", small_model())
         with contextlib.suppress(ZeroDivisionError), Join([ddp, optimizer]):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @each_of("optimizer_class", [optim.Adam, optim.Adagrad, optim.SGD], partition=["whole", "split"], as_bucket_view=FLAG)
-def test_unfreezing_and_freezing_midway(
+def test_parameters_may_be_unfrozen_and_frozen_midway(
     partition: str, as_bucket_view: bool, optimizer_class: type[optim.Optimizer]
 ) -> None:
     pair = twins()

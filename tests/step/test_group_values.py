@@ -83,7 +83,7 @@ def test_every_rank_has_the_values_of_a_plain_optimizer(
 
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_PARTITION
-def test_with_master_weights(partition: str) -> None:
+def test_steps_are_counted_with_master_weights(partition: str) -> None:
     model = small_model().bfloat16()
     sharded = ZeroRedundancyOptimizer(group_each(model), Counting, partition=cutting(partition), master_weights=True)
     train(model, sharded, range(2))
@@ -267,7 +267,7 @@ class Warming(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_keys_that_go_tensors_that_grow_and_numbers_of_numpy() -> None:
+def test_keys_may_go_tensors_may_grow_and_numbers_may_be_of_numpy() -> None:
     params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     groups = [{"params": [param], "warm": True} for param in params]
     sharded = ZeroRedundancyOptimizer(groups, Warming, lr=0.1, coupled="allow")

@@ -54,7 +54,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> str:
 @on_all_devices()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 @pytest.mark.parametrize("name", CLASSES)
-def test_as_unsharded(rank: int, name: str, way: dict[str, Any]) -> None:
+def test_each_implementation_is_taken_as_unsharded(rank: int, name: str, way: dict[str, Any]) -> None:
     optimizer_class, settings = CLASSES[name]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     model, reference = (each.to(device) for each in twins(matrices))

@@ -25,7 +25,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @LAYOUTS
-def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) -> None:
+def test_param_groups_may_be_given_as_generators(partition: str, as_bucket_view: bool) -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(
         groups_of(pair[0]), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
@@ -37,7 +37,7 @@ def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_named_parameters(partition: str) -> None:
+def test_named_parameters_keep_their_names(partition: str) -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(pair[0].named_parameters(), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(pair[1].named_parameters())
@@ -76,7 +76,7 @@ def test_dtypes_and_memory_formats_are_kept(kind: str, partition: str, as_bucket
 
 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-def test_named_groups_of_which_a_rank_owns_nothing() -> None:
+def test_a_rank_may_own_nothing_of_a_named_group() -> None:
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         named = list(module.named_parameters())
         return [{"params": named[:1], "lr": 0.1}, {"params": named[1:]}]

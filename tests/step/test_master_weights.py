@@ -116,7 +116,7 @@ class Training:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_of("hook", ["none", *HOOKS], partition=["whole", "split"])
-def test_with_a_hook(hook: str, partition: str) -> None:
+def test_equals_copies_in_one_process_with_a_hook(hook: str, partition: str) -> None:
     ours, plain = (Training(hook, is_sharded=is_sharded, partition=partition) for is_sharded in (True, False))
     for step in range(4):
         for each in (ours, plain):
@@ -126,7 +126,7 @@ def test_with_a_hook(hook: str, partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_clipping_with_a_hook() -> None:
+def test_gradients_are_clipped_with_a_hook() -> None:
     ours, plain = (Training("reduce_to_owner_hook", is_sharded=is_sharded) for is_sharded in (True, False))
     for step in range(3):
         for each in (ours, plain):
@@ -239,7 +239,7 @@ def test_writes_through_data_reach_the_masters(
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_converted_model_is_refused() -> None:
+def test_a_model_that_was_converted_is_refused() -> None:
     model = HalfModel()
     sharded = sharded_over(model)
     train(model, sharded, range(1))
@@ -290,7 +290,7 @@ def test_mixed_precision_of_ddp_without_a_hook() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_closure_that_writes_to_parameters() -> None:
+def test_what_a_closure_writes_to_parameters_is_taken_over() -> None:
     model, sharded, reference, plain = trained(1)
 
     def closure() -> None:

@@ -36,7 +36,7 @@ def with_attributes(module: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("hook", HOOKS, partition=["whole", "split"], views=FLAG)
-def test_attributes_of_parameters(hook: str, partition: str, views: bool) -> None:
+def test_a_class_sees_attributes_of_parameters(hook: str, partition: str, views: bool) -> None:
     twins = Twins(hook, optimizer=Scaled, groups=with_attributes, partition=partition, parameters_as_bucket_view=views)
     for number in range(3):
         twins.iterate(number)
@@ -48,7 +48,7 @@ def test_attributes_of_parameters(hook: str, partition: str, views: bool) -> Non
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("partition", ["whole", "split"], masters=FLAG)
-def test_attributes_of_parameters_without_a_hook(partition: str, masters: bool) -> None:
+def test_a_class_sees_attributes_of_parameters_without_a_hook(partition: str, masters: bool) -> None:
     made = small_model().to(torch.bfloat16) if masters else small_model()
     params = with_attributes(made)
     before = [param.detach().clone() for param in params]
@@ -88,7 +88,7 @@ def spherical() -> nn.Module:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[:2])
-def test_types_of_parameters(hook: str) -> None:
+def test_a_class_sees_types_of_parameters(hook: str) -> None:
     twins = Twins(hook, model=spherical, optimizer=OnSphere)
     assert any(isinstance(param, Sphere) for param in twins.ddp.parameters())
     for number in range(3):
@@ -97,7 +97,7 @@ def test_types_of_parameters(hook: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_types_of_parameters_without_a_hook() -> None:
+def test_a_class_sees_types_of_parameters_without_a_hook() -> None:
     params = [Sphere(torch.randn(4, 4)) for _ in range(4)]
     optimizer = ZeroRedundancyOptimizer(params, OnSphere, lr=0.1)
     for param in params:
@@ -151,7 +151,7 @@ def leave_out_biases(module: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[:2])
-def test_sets_of_ids_of_whole_tensors(hook: str) -> None:
+def test_a_class_finds_whole_tensors_by_their_ids(hook: str) -> None:
     ById.left_out.clear()
     twins = Twins(hook, optimizer=ById, groups=leave_out_biases)
     for number in range(3):
@@ -185,7 +185,7 @@ class Curved(optim.SGD):
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("hook", ["none", "reduce_to_owner_hook"], partition=["whole", "split"])
-def test_methods_between_backward_and_step(rank: int, hook: str, partition: str) -> None:
+def test_a_method_sees_gradients_between_backward_and_step(rank: int, hook: str, partition: str) -> None:
     torch.manual_seed(0)
     model, reference = small_model().double(), small_model().double()
     reference.load_state_dict(model.state_dict())
@@ -253,7 +253,7 @@ class Counting(optim.SGD):
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_of("hook", ["reduce_to_owner_hook", "hook_with_zero_step_interleaved"], partition=["whole", "split"])
-def test_attributes_that_a_class_writes_and_tensors_as_attributes(hook: str, partition: str) -> None:
+def test_a_class_may_write_attributes_and_read_tensors_of_them(hook: str, partition: str) -> None:
     twins = Twins(hook, optimizer=Counting, partition=partition)
     for number in range(4):
         for ddp, _ in twins.sides:

@@ -75,7 +75,7 @@ def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
 @pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @VIEWS
-def test_muon_on_matrices(as_bucket_view: bool) -> None:
+def test_muon_equals_one_process(as_bucket_view: bool) -> None:
     model, reference = twins(matrices)
     sharded, plain = twin_optimizers((model, reference), optim.Muon, as_bucket_view=as_bucket_view, lr=0.01)
     for step in range(STEPS):
@@ -90,7 +90,7 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
 @pytest.mark.by_default("2-SparseAdam | 2-Adagrad | 3-SGD")
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("optimizer_class", [optim.SparseAdam, optim.SGD, optim.Adagrad])
-def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
+def test_sparse_gradients_are_stepped_as_in_one_process(optimizer_class: type[optim.Optimizer]) -> None:
     def embeddings() -> torch.nn.Module:
         torch.manual_seed(0)
         return torch.nn.ModuleList([torch.nn.Embedding(50 + i, 8, sparse=True) for i in range(3)])
@@ -109,7 +109,7 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @LAYOUTS
-def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
+def test_there_may_be_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(lambda: torch.nn.Linear(5, 3))
     sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition, as_bucket_view)
     assert len(sharded.plan.tensors) < world_size
@@ -124,7 +124,7 @@ def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_one_rank_owns_everything_that_is_trainable(rank: int) -> None:
+def test_one_rank_may_own_everything_that_is_trainable(rank: int) -> None:
     model, reference = twins(small_model)
     for module in (model, reference):
         for param in list(module.parameters())[:-1]:

@@ -63,7 +63,7 @@ def test_data_that_was_rebound_is_copied_back_into_the_buffers(partition: str, h
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_data_that_one_rank_has_rebound(rank: int) -> None:
+def test_data_that_one_rank_has_rebound_is_copied_back(rank: int) -> None:
     pair = twins()
     sharded, plain = twin_optimizers(pair, optim.Adam, as_bucket_view=True)
     for step in range(4):
@@ -75,7 +75,7 @@ def test_data_that_one_rank_has_rebound(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_a_model_that_changes_its_dtype_or_memory_format(partition: str) -> None:
+def test_a_model_without_state_may_change_its_dtype_and_memory_format(partition: str) -> None:
     pair = twins(convolutions)
     sharded, plain = twin_optimizers(pair, optim.SGD, partition, lr=0.1)
     train_equally(pair, (sharded, plain), range(2))
@@ -89,7 +89,7 @@ def test_a_model_that_changes_its_dtype_or_memory_format(partition: str) -> None
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_bucket_view: bool) -> None:
+def test_a_step_bumps_version_counters_of_all_parameters(partition: str, as_bucket_view: bool) -> None:
     model = small_model()
     sharded = ZeroRedundancyOptimizer(
         model.parameters(), optim.SGD, lr=0.1, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
@@ -106,7 +106,7 @@ def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_b
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition: str) -> None:
+def test_two_parameters_may_exchange_their_data(as_bucket_view: bool, partition: str) -> None:
     pair = twins(lambda: nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)]))
     sharded, plain = twin_optimizers(pair, optim.Adam, partition, as_bucket_view)
     for step in range(4):
@@ -121,7 +121,7 @@ def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_weights_that_are_exchanged_with_an_average_and_back() -> None:
+def test_weights_may_be_exchanged_with_an_average_and_back() -> None:
     pair = twins()
     # With bucket views the tensors that were the weights are the buffers' memory.
     sharded, plain = twin_optimizers(pair, optim.Adam)

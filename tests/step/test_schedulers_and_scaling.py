@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @PARTITIONS
-def test_clipping(partition: str) -> None:
+def test_gradients_are_clipped_before_a_step(partition: str) -> None:
     pair = twins()
     sharded, plain = twin_optimizers(pair, optim.AdamW, partition)
     train_equally(
@@ -52,7 +52,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_lr_schedulers(name: str) -> None:
+def test_every_scheduler_sets_the_rates_of_all_ranks(name: str) -> None:
     pair = twins()
     optimizers = twin_optimizers(pair, optim.AdamW, lr=0.001)
     schedulers = [SCHEDULERS[name](optimizer) for optimizer in optimizers]
@@ -65,7 +65,7 @@ def test_lr_schedulers(name: str) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_learning_rate_in_a_tensor() -> None:
+def test_a_learning_rate_may_be_in_a_tensor() -> None:
     pair = twins()
     rates = (torch.tensor(0.01), torch.tensor(0.01))
     optimizers = (
@@ -80,7 +80,7 @@ def test_a_learning_rate_in_a_tensor() -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
-def test_grad_scaler(partition: str) -> None:
+def test_a_gradient_scaler_skips_the_same_steps(partition: str) -> None:
     pair = twins()
     optimizers = twin_optimizers(pair, optim.AdamW, partition)
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in optimizers]

@@ -35,7 +35,7 @@ def large_language_model() -> nn.Sequential:
 @pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(1, 2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-def test_muon_and_adamw(rank: int, as_bucket_view: bool) -> None:
+def test_muon_and_adamw_equal_two_plain_optimizers(rank: int, as_bucket_view: bool) -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model, parameters_as_bucket_view=as_bucket_view), separate(reference)
     assert optimizer.group_assignment == [0, 1, 1]
@@ -71,7 +71,7 @@ def test_groups_of_one_class_with_other_arguments_of_the_constructor_have_local_
 @pytest.mark.exhaustive_at(1, 3)
 @pytest.mark.ranks(1, 2, 3, backend=EVERYWHERE)
 @each_of("hook", HOOKS, partition=["whole", "level"])
-def test_hooks(hook: str, partition: str, rank: int) -> None:
+def test_hooks_step_both_classes(hook: str, partition: str, rank: int) -> None:
     # Muon orthogonalises in bfloat16: equal only where gradients are equal to the bit, as at 2 ranks.
     model, reference = twins(large_language_model)
     ddp, plain_ddp = (DistributedDataParallel(each, bucket_cap_mb=0.01) for each in (model, reference))
@@ -104,7 +104,7 @@ def test_hooks(hook: str, partition: str, rank: int) -> None:
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_master_weights_and_averages(rank: int) -> None:
+def test_both_classes_have_master_weights_and_averages(rank: int) -> None:
     model = language_model().bfloat16()
     optimizer = sharded(model, master_weights=True)
     AveragedParameters(optimizer)
@@ -128,7 +128,7 @@ def test_master_weights_and_averages(rank: int) -> None:
 
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-def test_level(rank: int) -> None:
+def test_level_cuts_the_embedding_alone(rank: int) -> None:
     model, reference = twins(large_language_model)
     optimizer, plain = sharded(model, partition="level"), separate(reference)
     plan = optimizer.plan

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_what_is_refused(rank: int) -> None:
+def test_wrong_uses_of_several_classes_are_refused(rank: int) -> None:
     model = language_model()
     hidden, outer, rest = parted(model)
     optimizer = sharded(model)
@@ -140,7 +140,7 @@ BAD_GROUPS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_of("name", BAD_GROUPS, where=WHERE, partition=["whole", "level"])
-def test_a_group_that_cannot_be_used(rank: int, where: str, name: str, partition: str) -> None:
+def test_a_group_that_cannot_be_used_is_refused_on_every_rank(rank: int, where: str, name: str, partition: str) -> None:
     make, error, words = BAD_GROUPS[name]
 
     def bad() -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_a_group_that_cannot_be_used(rank: int, where: str, name: str, partition
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_the_order_of_classes_differs_between_ranks(rank: int) -> None:
+def test_an_order_of_classes_that_differs_between_ranks_is_named(rank: int) -> None:
     model, reference = twins(language_model)
     hidden, outer, rest = parted(model)
     classes = [optim.Muon, optim.AdamW, optim.SGD]
@@ -186,7 +186,7 @@ def test_the_order_of_classes_differs_between_ranks(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_cap_that_nothing_can_meet(rank: int) -> None:
+def test_a_cap_that_nothing_can_meet_is_refused(rank: int) -> None:
     # Of 15 rows, some rank holds 8: more than the mean, which AdamW's state for a scale is part of.
     made = matrices(5, 5, 2, 2, 1)
     scale = nn.Parameter(torch.ones(()))

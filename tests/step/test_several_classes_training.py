@@ -219,7 +219,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer, slice], Any]] = {
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, rank: int) -> None:
+def test_schedulers_set_the_rates_of_each_group(name: str, rank: int) -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model), separate(reference)
     groups = zip([optimizer, *plain], (slice(3), slice(1), slice(1, 3)), strict=True)
@@ -299,7 +299,7 @@ def test_the_gradients_of_one_group_are_clipped(hook: str, partition: str, group
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_PARTITION
-def test_uneven_inputs(rank: int, partition: str) -> None:
+def test_inputs_may_be_uneven(rank: int, partition: str) -> None:
     sides, lengths = Sides("none", partition), [5, 2]
     with Join([sides.ddp, sides.optimizer]):
         for step in range(lengths[rank]):
@@ -319,7 +319,7 @@ def test_uneven_inputs(rank: int, partition: str) -> None:
 # Compiling takes long where others compute too.
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
 @pytest.mark.parametrize("hook", ["none", *[pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS]])
-def test_a_compiled_model(hook: str) -> None:
+def test_a_compiled_model_trains_as_without_sharding(hook: str) -> None:
     torch._dynamo.reset()
     sides = Sides(hook, "level", compiles=True)
     for step in range(4):
@@ -330,7 +330,7 @@ def test_a_compiled_model(hook: str) -> None:
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_LOOP
-def test_averages(hook: str, world_size: int) -> None:
+def test_averages_equal_those_of_one_process(hook: str, world_size: int) -> None:
     exact = world_size == 2
     sides = Sides(hook, "level", matrices=optim.Muon if exact else PreciseMuon, dtype=torch.float64)
     average = AveragedParameters(sides.optimizer, get_ema_multi_avg_fn(0.9))

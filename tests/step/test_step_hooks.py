@@ -31,7 +31,7 @@ class ScaledSGD(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_extra_step_arguments_and_keys_that_the_inner_optimizer_adds() -> None:
+def test_further_arguments_reach_the_class_and_keys_that_it_adds_the_groups() -> None:
     pair = twins()
     sharded, plain = twin_optimizers(pair, ScaledSGD, lr=0.1)
     for step, scale in enumerate((1.0, 0.5)):
@@ -68,7 +68,7 @@ def test_each_hook_fires_once_and_sees_the_public_groups() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_hooks_that_change_the_arguments_and_are_removed() -> None:
+def test_a_hook_may_change_the_arguments_until_it_is_removed() -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(pair[0].parameters(), ScaledSGD, lr=0.1)
     # Without a hook: torch would call that of a subclass twice.

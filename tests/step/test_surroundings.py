@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-def test_subgroups(rank: int) -> None:
+def test_optimizers_may_be_sharded_in_subgroups(rank: int) -> None:
     # Two independent replicas pairs in one world: ranks {0, 2} and {1, 3}.
     groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
     mine = groups[rank % 2]
@@ -45,7 +45,7 @@ def test_subgroups(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @LAYOUTS
-def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_bucket_view: bool) -> None:
+def test_the_default_device_need_not_be_the_models(rank: int, partition: str, as_bucket_view: bool) -> None:
     pair = twins()
     # What is made on this device has no values, so whatever ends there by mistake is an error.
     with torch.device("meta"):
@@ -66,7 +66,7 @@ def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_b
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_nothing_to_train_on_a_group_without_a_backend_for_the_cpu(rank: int) -> None:
+def test_a_group_without_a_backend_for_the_cpu_carries_errors(rank: int) -> None:
     model = small_model().requires_grad_(False)
     group = dist.new_group(backend="cuda:gloo")
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, process_group=group)

@@ -132,7 +132,7 @@ def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, a
 @each_of(
     "name", ["stand-in", "by-data", "AdamWScheduleFree", "SGDScheduleFree"], hook=HOOKS, partition=["whole", "split"]
 )
-def test_with_communication_hooks(name: str, hook: str, partition: str) -> None:
+def test_schedule_free_optimizers_equal_one_process_with_a_hook(name: str, hook: str, partition: str) -> None:
     pair = Twins(hook, optimizer=CLASSES[name][0](), groups=two_groups, partition=partition)
     for seed in range(4):
         for _, optimizer in pair.sides:
