@@ -23,7 +23,6 @@ from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
 two_ranks = pytest.mark.ranks(2, backend=EVERYWHERE)
 
 

@@ -40,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*(_get_pg_default_device|Multiple backends):UserWarning"),
 ]
-
 Run = tuple[nn.Module, optim.Optimizer]
 
 

@@ -19,8 +19,6 @@ from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard_testing import raises_on
 
 BOTH = (0, 1)
-
-
 REFUSED = r"zeroshard\.full_optimizer_state_dict\(model, optimizer\)"
 
 

@@ -44,7 +44,7 @@ def make_negative_zeros(*modules: nn.Module) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-# What is not elementwise comes at an even place.
+# In turn; Adafactor and Muon, which are not elementwise, stay whole.
 @pytest.mark.parametrize(("name", "partition"), [*zip(ALL, itertools.cycle(["whole", "split"]), strict=False)])
 def test_state_is_that_of_a_plain_optimizer(rank: int, name: str, partition: str) -> None:
     optimizer_class, settings = ALL[name]

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-# What is not elementwise comes at an even place.
+# In turn; Adafactor and Muon, which are not elementwise, stay whole.
 @pytest.mark.parametrize(
     ("name", "partition"), [*zip(DENSE_OPTIMIZERS, itertools.cycle(["whole", "split"]), strict=False)]
 )

@@ -32,8 +32,6 @@ class Clipping(optim.SGD):
 
 
 Clipping.__module__, Clipping.__qualname__ = "pytorch_optimizer.optimizer.adan", "Adan"
-
-
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "argument": (Clipping, {}, {"max_grad_norm": 0.5}),
     "partial": (functools.partial(functools.partial(Clipping, max_grad_norm=0.5), lr=0.2), {}, {}),

@@ -20,8 +20,6 @@ from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 Tensors = list[torch.Tensor]
-
-
 SHAPE = (192, 192)
 
 
@@ -67,11 +65,7 @@ def sparse() -> torch.Tensor:
 
 
 GAPS = r"has gaps in memory, or elements that share memory: call p.data = p.data.contiguous\(\) first"
-
-
 VIEW = r"is a conjugate or negative view: call p.data = p.data.resolve_conj\(\).resolve_neg\(\) first"
-
-
 REFUSED: dict[str, tuple[Callable[[], Tensors], Callable[[], Tensors], type[Exception], str]] = {
     "gaps": (lambda: side_by_side(pair(), 1), pair, ValueError, f"parameter 1 of group 0.*{GAPS}"),
     "columns in turn": (lambda: side_by_side(pair(), 2), pair, ValueError, GAPS),

@@ -113,7 +113,7 @@ REFUSED: dict[type[optim.Optimizer], str] = {
     partition=["whole", "split", "level"],
     as_bucket_view=FLAG,
     master_weights=FLAG,
-    has_hook=[False, True, False],
+    has_hook=FLAG,
 )
 def test_a_second_loss_is_refused_on_every_rank(
     kind: Any, has_hook: bool, partition: str, as_bucket_view: bool, master_weights: bool

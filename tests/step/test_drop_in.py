@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.combinations import FLAG, each_of
-from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twin_optimizers, twins
+from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from torch import nn, optim
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.join import Join
 
 TUTORIAL = """
 import torch
@@ -93,22 +92,6 @@ def test_attributes_and_default_partition_are_torchs(rank: int, world_size: int)
     assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
     ours._sync_param_groups(ours.param_groups, ours.optim.param_groups)
     ours._clear_cache()
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("more", [0, 2], ids=["as many inputs", "fewer inputs on rank 0"])
-def test_join_trains_as_the_unsharded_optimizer_does(rank: int, more: int) -> None:
-    models = [DistributedDataParallel(small_model()) for _ in range(2)]
-    sharded, plain = twin_optimizers((models[0], models[1]), optim.SGD, lr=0.01)
-    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
-        torch.manual_seed(rank)
-        with Join(joinables):
-            for _ in range(3 + more * rank):
-                optimizer.zero_grad()
-                model(torch.randn(4, 40)).square().sum().backward()
-                optimizer.step()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -33,8 +33,6 @@ from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_o
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
-
 CLASSES = [
     ("AdamW", "whole", True),
     ("SGD", "split", True),

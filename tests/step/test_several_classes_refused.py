@@ -60,24 +60,11 @@ def test_wrong_uses_of_several_classes_are_refused(rank: int) -> None:
     step_all(model, [optimizer], 0)
 
 
-class StandInLookingAtItsState(optim.Optimizer):
-    """Makes buffers while it has no state, halves all that it has, and may keep a count that is no parameter's."""
+class WithFlag(optim.SGD):
+    """Has an argument that is no hyperparameter."""
 
-    def __init__(self, params: Any, lr: float = 0.1, counts: bool = False) -> None:
-        super().__init__(params, {"lr": lr})
-        self.counts = counts
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self.state:
-            for param in [param for group in self.param_groups for param in group["params"]]:
-                self.state[param]["buffer"] = torch.ones_like(param)
-        for param, entries in self.state.items():
-            if param.grad is not None:
-                param.sub_(self.param_groups[0]["lr"] * entries["buffer"] * param.grad)
-            entries["buffer"].mul_(0.5)
-        if self.counts:
-            self.state["count"] = 1  # type: ignore[index] # that is what is tried
+    def __init__(self, params: Any, lr: float = 0.1, flag: bool = False) -> None:
+        super().__init__(params, lr=lr)
 
 
 @pytest.mark.ranks(2)
@@ -90,7 +77,7 @@ def test_what_differs_between_ranks_is_told_on_both(rank: int) -> None:
     with pytest.raises(TypeError, match=r"rank 1: step\(\) takes no keyword arguments with several optimizer classes"):
         optimizer.step(**({"grads": None} if rank else {}))
     optimizer.step()
-    groups[0]["optimizer_class"], groups[0]["optimizer_defaults"] = StandInLookingAtItsState, {"counts": bool(rank)}
+    groups[0]["optimizer_class"], groups[0]["optimizer_defaults"] = WithFlag, {"flag": bool(rank)}
     with pytest.raises(DisagreementError, match=r"optimizer_defaults is .*False.* on rank 0 and .*True"):
         ZeroRedundancyOptimizer(groups, optim.AdamW)
 

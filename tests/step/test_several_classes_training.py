@@ -30,17 +30,9 @@ LOOPS = ("none", *HOOKS)
 
 
 EVERY_LOOP = pytest.mark.parametrize("hook", LOOPS)
-
-
 EVERY_PARTITION = pytest.mark.parametrize("partition", ["whole", "level"])
-
-
 STEPS = pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.exhaustive)])
-
-
 MAX_NORM = 0.5
-
-
 RATES: list[Callable[[int], float]] = [lambda step: 0.97**step, lambda step: 1 / (1 + step), lambda step: 1.0]
 
 

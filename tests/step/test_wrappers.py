@@ -285,8 +285,6 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 optimizer = zeroshard.ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
 dist.destroy_process_group()
 """
-
-
 IMPORT = """
 import sys, warnings, zeroshard
 assert 'torch.distributed.optim' not in sys.modules

@@ -37,7 +37,6 @@ WHERE = ("on all ranks", "on rank 1")
 """Where something goes wrong."""
 
 FLAG = (False, True)
-
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 VIEWS = pytest.mark.parametrize("as_bucket_view", FLAG, ids=["params", "views"])
 LAYOUTS = each_of("partition", ["whole", "split"], as_bucket_view=FLAG)
