@@ -93,17 +93,17 @@ class Training:
 @pytest.mark.parametrize(
     ("caller", "averager", "partition", "views", "masters"),
     [
-        ("wrapper", "periodic", "whole", False, False),
-        ("parameters", "periodic", "split", True, True),
-        ("groups", "hierarchical", "split", False, False),
-        ("wrapper", "hierarchical", "whole", True, True),
-        ("parameters", "hierarchical", "split", True, False),
-        ("groups", "periodic", "whole", False, True),
+        ("wrapper", "periodic", "whole", "apart", "no masters"),
+        ("parameters", "periodic", "split", "views", "masters"),
+        ("groups", "hierarchical", "split", "apart", "no masters"),
+        ("wrapper", "hierarchical", "whole", "views", "masters"),
+        ("parameters", "hierarchical", "split", "views", "no masters"),
+        ("groups", "periodic", "whole", "apart", "masters"),
     ],
 )
-def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: bool, masters: bool) -> None:
-    zero = {"parameters_as_bucket_view": views, "partition": cutting(partition)}
-    sharded, plain = (Training(settings, averager, caller, masters=masters) for settings in (zero, None))
+def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: str, masters: str) -> None:
+    zero = {"parameters_as_bucket_view": views == "views", "partition": cutting(partition)}
+    sharded, plain = (Training(settings, averager, caller, masters=masters == "masters") for settings in (zero, None))
     for step in range(8):
         sharded.step()
         plain.step()

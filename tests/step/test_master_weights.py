@@ -43,7 +43,9 @@ CLASSES = [
 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize(("name", "partition", "as_bucket_view"), CLASSES)
+@pytest.mark.parametrize(
+    ("name", "partition", "as_bucket_view"), CLASSES, ids=lambda value: "views" if value is True else None
+)
 def test_equals_copies_in_one_process(rank: int, name: str, partition: str, as_bucket_view: bool) -> None:
     optimizer_class, settings = DENSE_OPTIMIZERS[name]
     model = HalfModel()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.combinations import each_of
+from support.combinations import VIEWS, each_of
 from support.ddp_training import HOOKS, register, steps_in_backward
 from support.example_scripts import script
 from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
@@ -34,7 +34,7 @@ def large_language_model() -> nn.Sequential:
 
 @pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(1, 2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 def test_muon_and_adamw_equal_two_plain_optimizers(rank: int, as_bucket_view: bool) -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model, parameters_as_bucket_view=as_bucket_view), separate(reference)

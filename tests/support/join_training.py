@@ -24,6 +24,7 @@ from zeroshard_testing import assert_replicas_equal
 PARTITIONS = ("whole", "split")
 NORM = 0.05
 BOUND = 1e-12
+
 OPTIMIZERS: Mapping[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adam": (optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
     "SGD": (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
