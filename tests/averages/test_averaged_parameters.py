@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from support.checkpointing import load_by, save_by
+from support.combinations import FLAG, each_of
 from support.ddp_training import register, steps_in_backward
 from support.training import EVERYWHERE, assert_bitwise_equal, cutting, set_gradients, twins
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
@@ -23,12 +23,15 @@ from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
 two_ranks = pytest.mark.ranks(2, backend=EVERYWHERE)
 
 
 def ema() -> Callable[..., None]:
     return get_ema_multi_avg_fn(0.9)
+
+
+def equal() -> None:
+    """As torch averages by default."""
 
 
 class Sides:
@@ -63,12 +66,11 @@ class Sides:
         assert_bitwise_equal(self.model, before, f"{when}, and after the block")
 
 
-@pytest.mark.by_default("2-ema-AdamW-params-whole | 2-equal-SGD-views-split")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-@pytest.mark.parametrize("optimizer", [optim.AdamW, optim.SGD])
-@pytest.mark.parametrize("average_by", [ema, lambda: None], ids=["ema", "equal"])
+@each_of(
+    "partition", ["whole", "split"], as_bucket_view=FLAG, optimizer=[optim.AdamW, optim.SGD], average_by=[ema, equal]
+)
 def test_equals_an_averaged_model(
     optimizer: type[optim.Optimizer], average_by: Callable[[], Any], partition: str, as_bucket_view: bool
 ) -> None:
@@ -80,7 +82,7 @@ def test_equals_an_averaged_model(
 
 
 @two_ranks
-def test_before_the_first_step_and_after_a_step_that_was_skipped() -> None:
+def test_averages_may_be_updated_before_the_first_step() -> None:
     sides = Sides()
     for _ in range(2):
         sides.average.update()
@@ -105,7 +107,7 @@ def test_bytes_of_a_rank_are_its_share(rank: int) -> None:
 
 @two_ranks
 @pytest.mark.parametrize("hook", ["reduce_to_owner_hook", "hook_with_zero_step"])
-def test_with_a_hook(rank: int, hook: str) -> None:
+def test_equals_an_averaged_model_with_a_hook(rank: int, hook: str) -> None:
     sides = Sides(overlap_with_ddp=steps_in_backward(hook))
     ddp = DistributedDataParallel(sides.model)
     register(hook, ddp, sides.sharded)
@@ -157,35 +159,20 @@ def test_master_weights_are_averaged() -> None:
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("way", ["dcp", "consolidated"])
-def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str) -> None:
+def test_averages_are_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
     for size, group in groups.items():
         path = ranks_tmp_path / f"from{size}"
         if rank < size:
             first = Sides(group=group, partition=cutting("split"))
             first.train(range(3))
-            if way == "dcp":
-                states = get_state_dict(first.model, first.sharded)
-                dcp.save(dict(zip("mo", states, strict=True)), checkpoint_id=path, process_group=group)
-            else:
-                first.sharded.consolidate_state_dict()
-                if rank == 0:
-                    torch.save({"m": first.model.state_dict(), "o": first.sharded.state_dict()}, path)
+            save_by(way, first.model, first.sharded, path, group)
         dist.barrier()
         for other, other_group in groups.items():
             if rank < other:
                 second = Sides(group=other_group)
                 second.train([7])
-                if way == "dcp":
-                    states = dict(zip("mo", get_state_dict(second.model, second.sharded), strict=True))
-                    dcp.load(states, checkpoint_id=path, process_group=other_group)
-                    set_state_dict(
-                        second.model, second.sharded, model_state_dict=states["m"], optim_state_dict=states["o"]
-                    )
-                else:
-                    states = torch.load(path, weights_only=True)
-                    second.sharded.load_state_dict(states["o"])
-                    second.model.load_state_dict(states["m"])
+                load_by(way, second.model, second.sharded, path, other_group)
                 straight = Sides(group=other_group)
                 straight.train(range(5))
                 second.train(range(3, 5))
@@ -196,16 +183,13 @@ def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Pat
 
 
 @two_ranks
-def test_resumed_from_a_new_process_through_dcp(ranks_tmp_path: Path) -> None:
+def test_averages_are_resumed_before_a_step_was_made(ranks_tmp_path: Path) -> None:
     first = Sides()
     first.train(range(3))
-    states = get_state_dict(first.model, first.sharded)
-    dcp.save(dict(zip("mo", states, strict=True)), checkpoint_id=ranks_tmp_path / "saved")
+    save_by("dcp", first.model, first.sharded, ranks_tmp_path / "saved", None)
     # No step has been made: torch makes one with zeros, to learn which entries there are.
     second = Sides()
-    states = dict(zip("mo", get_state_dict(second.model, second.sharded), strict=True))
-    dcp.load(states, checkpoint_id=ranks_tmp_path / "saved")
-    set_state_dict(second.model, second.sharded, model_state_dict=states["m"], optim_state_dict=states["o"])
+    load_by("dcp", second.model, second.sharded, ranks_tmp_path / "saved", None)
     assert second.average.n_averaged == 3
     with second.average.applied():
         assert_bitwise_equal(second.model, first.averaged.module, "resumed")
@@ -254,7 +238,7 @@ def test_a_rank_that_calls_something_else_is_told_so(rank: int) -> None:
 
 
 @two_ranks
-def test_what_was_frozen_and_unfrozen_and_added() -> None:
+def test_frozen_unfrozen_and_added_parameters_are_averaged() -> None:
     sides = Sides()
     for model in (sides.model, sides.reference):
         model[2].weight.requires_grad_(False)
@@ -289,7 +273,7 @@ def test_an_average_that_is_loaded_for_a_frozen_layer_is_applied_on_all_ranks() 
 
 
 @two_ranks
-def test_refused() -> None:
+def test_wrong_uses_are_refused() -> None:
     sides = Sides()
     sides.train(range(1))
     with pytest.raises(ValueError, match="has averages of its parameters already"):
@@ -362,7 +346,7 @@ def test_averages_made_after_the_last_step_are_saved() -> None:
 
 
 @two_ranks
-def test_resumed_with_a_layer_frozen_that_was_averaged_and_one_that_was_never_stepped() -> None:
+def test_averages_of_frozen_and_never_stepped_layers_are_resumed() -> None:
     first = Sides()
     for step in range(3):
         set_gradients(first.model.parameters(), step, none={0})

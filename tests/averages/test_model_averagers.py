@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import FLAG
+from support.master_weights import PlainMasters
 from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -25,8 +26,6 @@ from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_o
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = [pytest.mark.ranks(4, backend=EVERYWHERE), pytest.mark.usefixtures("tensors_on_the_device")]
-VIEWS = pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-MASTERS = pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 WARMUP = 2
 AVERAGERS = {
     "periodic": lambda: PeriodicModelAverager(2, WARMUP),
@@ -46,29 +45,6 @@ class Mixed(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(inputs.bfloat16()).float())
-
-
-class PlainMasters:
-    """AdamW over float32 copies, which take the values of parameters that are not the rounded copies any more."""
-
-    def __init__(self, params: Iterable[torch.Tensor], **settings: Any) -> None:
-        self.params = list(params)
-        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
-        self.inner = optim.AdamW(self.masters, **settings)
-        self.param_groups = [{"params": self.params}]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param in self.params:
-            param.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.copy_(torch.where(master.to(param.dtype) == param, master, param))
-            master.grad = param.grad.float()
-        self.inner.step()
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master)
 
 
 def subgroup_of(rank: int) -> dist.ProcessGroup:
@@ -98,7 +74,7 @@ class Training:
             settings = {"master_weights": masters, "process_group": self.subgroup, "lr": 1e-2, **zero}
             self.optimizer: Any = ZeroRedundancyOptimizer(params, optim.AdamW, **settings)
         else:
-            self.optimizer = (PlainMasters if masters else optim.AdamW)(params, lr=1e-2)
+            self.optimizer = PlainMasters(params, optim.AdamW, lr=1e-2) if masters else optim.AdamW(params, lr=1e-2)
         self.local_sgd = PostLocalSGDOptimizer(self.optimizer, self.averager)
 
     def step(self) -> None:
@@ -114,20 +90,20 @@ class Training:
         self.steps += 1
 
 
-@pytest.mark.by_default(
-    "4-plain-apart-whole-wrapper-periodic | 4-plain-apart-whole-parameters-periodic | "
-    "4-plain-apart-split-groups-hierarchical | 4-plain-views-whole-wrapper-hierarchical | "
-    "4-masters-apart-split-parameters-periodic | 4-masters-views-whole-groups-periodic | "
-    "4-masters-views-split-wrapper-hierarchical | 4-masters-views-split-parameters-hierarchical"
+@pytest.mark.parametrize(
+    ("caller", "averager", "partition", "views", "masters"),
+    [
+        ("wrapper", "periodic", "whole", "apart", "no masters"),
+        ("parameters", "periodic", "split", "views", "masters"),
+        ("groups", "hierarchical", "split", "apart", "no masters"),
+        ("wrapper", "hierarchical", "whole", "views", "masters"),
+        ("parameters", "hierarchical", "split", "views", "no masters"),
+        ("groups", "periodic", "whole", "apart", "masters"),
+    ],
 )
-@pytest.mark.parametrize("averager", AVERAGERS)
-@pytest.mark.parametrize("caller", ["wrapper", "parameters", "groups"])
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@VIEWS
-@MASTERS
-def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: bool, masters: bool) -> None:
-    zero = {"parameters_as_bucket_view": views, "partition": cutting(partition)}
-    sharded, plain = (Training(settings, averager, caller, masters=masters) for settings in (zero, None))
+def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: str, masters: str) -> None:
+    zero = {"parameters_as_bucket_view": views == "views", "partition": cutting(partition)}
+    sharded, plain = (Training(settings, averager, caller, masters=masters == "masters") for settings in (zero, None))
     for step in range(8):
         sharded.step()
         plain.step()
@@ -139,10 +115,8 @@ def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, 
         assert_replicas_equal(sharded.module.parameters())
 
 
-@pytest.mark.by_default("4-plain-apart | 4-masters-views")
-@VIEWS
-@MASTERS
-def test_saved_and_resumed(views: bool, masters: bool) -> None:
+@pytest.mark.parametrize(("views", "masters"), [(False, False), (True, True)], ids=["apart", "views of masters"])
+def test_a_training_is_saved_and_resumed_between_averages(views: bool, masters: bool) -> None:
     # Given a training that is saved between two averages, by each subgroup for itself,
     zero = {"parameters_as_bucket_view": views}
     begun = Training(zero, "periodic", "wrapper", masters=masters)
@@ -200,7 +174,7 @@ def test_hooks_of_ours_are_refused_on_a_model_over_all_ranks(rank: int) -> None:
         hook_with_zero_step(allreduce_hook, ddp, in_backward)
 
 
-@VIEWS
+@pytest.mark.parametrize("views", FLAG, ids=["apart", "views"])
 def test_a_memory_format_is_restored_after_an_average(rank: int, views: bool) -> None:
     torch.manual_seed(0)
     sharded, plain = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
@@ -221,7 +195,7 @@ def test_a_memory_format_is_restored_after_an_average(rank: int, views: bool) ->
         assert_bitwise_equal(sharded, plain, "after a step")
 
 
-def test_the_page() -> None:
+def test_the_script_of_the_page_averages_subgroups() -> None:
     page = (Path(__file__).parents[2] / "docs" / "averaging.md").read_text(encoding="utf-8")
     script = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     names: dict[str, Any] = {}

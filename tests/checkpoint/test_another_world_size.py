@@ -1,468 +1,190 @@
-"""Checkpoints: from any kind of optimizer to any other, at any world size; all of one, or nothing."""
+"""Checkpoints that are saved at some number of ranks and loaded at another."""
 
 from __future__ import annotations
 
 import copy
-import io
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpointing import loaded, matrices, saved
+from support.combinations import FLAG, each_of
+from support.consolidated import from_rank
 from support.training import (
+    DENSE_OPTIMIZERS,
     EVERYWHERE,
     assert_bitwise_equal,
     assert_same_state,
-    consolidate_torchs,
     cutting,
-    set_gradients,
+    small_model,
+    train,
+    train_all,
     twins,
 )
+from support.two_classes import separate, sharded, small_gpt, step_all
 from torch import nn, optim
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import DisagreementError
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from zeroshard import ZeroRedundancyOptimizer, split_state_dict
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-PARTITIONS = ["whole", "split"]
-CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "AdamW-fused": (optim.AdamW, {"fused": True}),
-    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "ASGD": (optim.ASGD, {}),
+CHAIN = ((0,), (0, 1, 2, 3), (2, 3), (1, 2, 3), (3,), (0, 1), (0, 1, 2))
+"""World sizes 1, 4, 2, 3, 1, 2, 3: growing and shrinking, on ranks that differ from one run to the next."""
+
+
+PARTITIONS_IN_TURN: dict[str, tuple[str, ...]] = {
+    "AdamW-fused": ("whole", "split"),
+    "Adam-amsgrad": ("whole", "split", "split"),
+    "ASGD": ("split",),
+    "Adafactor": ("whole",),
 }
 
 
-def step_all(pairs: list[tuple[nn.Module, optim.Optimizer]], steps: range) -> None:
-    for step in steps:
-        for module, optimizer in pairs:
-            set_gradients(module.parameters(), step)
-            optimizer.step()
-
-
-def everywhere(state_dict: dict[str, Any] | None, source: int) -> dict[str, Any]:
-    """Bring a checkpoint to all ranks of the test, as a shared file would."""
-    box = [state_dict]
-    dist.broadcast_object_list(box, src=source)
-    assert box[0] is not None
-    return box[0]
-
-
-@pytest.mark.by_default("4-AdamW-fused-whole-whole | 4-SGD-split-split | 4-ASGD-whole-whole")
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-@pytest.mark.parametrize("saved_as", PARTITIONS)
-@pytest.mark.parametrize("loaded_as", PARTITIONS)
-@pytest.mark.parametrize("name", CLASSES)
-def test_from_two_ranks_to_three(rank: int, saved_as: str, loaded_as: str, name: str) -> None:
-    optimizer_class, settings = CLASSES[name]
-    two, three = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
-    model, reference = twins()
+@each_of("name", PARTITIONS_IN_TURN, as_bucket_view=FLAG)
+def test_one_run_is_resumed_at_many_world_sizes(rank: int, name: str, as_bucket_view: bool) -> None:
+    partitions = PARTITIONS_IN_TURN[name]
+    optimizer_class, settings = DENSE_OPTIMIZERS[name]
+    reference = small_model()
     plain = optimizer_class(reference.parameters(), **settings)
-    step_all([(reference, plain)], range(2))
-    saved = None
-    if rank < 2:
-        first = ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, process_group=two, partition=cutting(saved_as), **settings
-        )
-        step_all([(model, first)], range(2))
-        first.consolidate_state_dict(to=1)
-        if rank == 1:
-            saved = first.state_dict()
-            assert_same_state(saved, plain.state_dict())
-    saved = everywhere(saved, 1)
-    if rank > 0:
-        resumed = copy.deepcopy(reference)
-        second = ZeroRedundancyOptimizer(
-            resumed.parameters(),
-            optimizer_class,
-            process_group=three,
-            partition=cutting(loaded_as),
-            parameters_as_bucket_view=True,
-            **settings,
-        )
-        second.load_state_dict(saved)
-        step_all([(resumed, second), (reference, plain)], range(2, 4))
-        assert_bitwise_equal(resumed, reference, "after resuming")
+    groups = [dist.new_group(list(ranks)) for ranks in CHAIN]
+    saved: dict[str, Any] | None = None
+    for stage, (ranks, group) in enumerate(zip(CHAIN, groups, strict=True)):
+        steps = range(2 * stage, 2 * stage + 2)
+        model = copy.deepcopy(reference)
+        train_all([(reference, plain)], steps)
+        last = ranks[-1]
+        if rank in ranks:
+            sharded = ZeroRedundancyOptimizer(
+                model.parameters(),
+                optimizer_class,
+                process_group=group,
+                partition=cutting(partitions[stage % len(partitions)]),
+                parameters_as_bucket_view=as_bucket_view,
+                **settings,
+            )
+            if saved is not None:
+                sharded.load_state_dict(saved)
+            train_all([(model, sharded)], steps)
+            assert_bitwise_equal(model, reference, f"at {len(ranks)} ranks, stage {stage}")
+            sharded.consolidate_state_dict(to=len(ranks) - 1)
+            saved = sharded.state_dict() if rank == last else None
+        saved = from_rank(saved, last)
+        assert saved is not None
+        assert_same_state(saved, plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_to_and_from_torchs_class_and_the_plain_optimizer(rank: int) -> None:
-    model, reference = twins()
-    theirs = TorchZero(model.parameters(), optim.Adam, lr=0.01)
-    plain = optim.Adam(reference.parameters(), lr=0.01)
-    step_all([(model, theirs), (reference, plain)], range(2))
-    consolidate_torchs(theirs, to=0)
-    saved = everywhere(theirs.state_dict() if rank == 0 else None, 0)
-    ours = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.5)
-    ours.load_state_dict(saved)
-    assert ours.param_groups[0]["lr"] == 0.01, "loaded hyperparameters win"
-    step_all([(model, ours), (reference, plain)], range(2, 4))
-    assert_bitwise_equal(model, reference, "after resuming from torch's class")
-    ours.consolidate_state_dict(to=0)
-    saved = everywhere(ours.state_dict() if rank == 0 else None, 0)
-    again = TorchZero(model.parameters(), optim.Adam, lr=0.01)
-    again.load_state_dict(copy.deepcopy(saved))
-    plain_again = optim.Adam(reference.parameters())
-    plain_again.load_state_dict(saved)
-    step_all([(model, again), (reference, plain_again)], range(4, 6))
-    assert_bitwise_equal(model, reference, "after resuming with torch's class")
-
-
-def convolutions() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 24, 3))
-
-
-def rebind(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data = param.data.clone()
-
-
-CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
-    "memory format": lambda model: model.to(memory_format=torch.channels_last),
-    "dtype": lambda model: model.double(),
-    "storage": rebind,
-    "frozen": lambda model: next(model.parameters()).requires_grad_(False),
+SIZES = (1, 2, 3, 4)
+RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
+    "Muon": (optim.Muon, {}, ("whole",)),
+    "AdamW": (optim.AdamW, {}, ("whole", "split")),
+    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, ("whole", "split")),
+    "Adafactor": (optim.Adafactor, {}, ("whole",)),
 }
 
 
-@pytest.mark.by_default(
-    "2-memory format-params-whole | 2-dtype-views-split | 2-storage-params-whole | 2-frozen-views-split"
-)
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_model_that_is_converted_between_building_and_loading(
-    partition: str, as_bucket_view: bool, name: str
+# All pairs of sizes take long.
+@pytest.mark.by_default("4-Muon-flat")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
+@each_of("name", RUNS, flat=[True, False])
+def test_saved_at_any_number_of_ranks_and_loaded_at_any_other(
+    rank: int, name: str, flat: bool, ranks_tmp_path: Path
 ) -> None:
-    model, reference = twins(convolutions)
-    plain = optim.Adam(reference.parameters())
-    step_all([(reference, plain)], range(2))
-    saved = copy.deepcopy(plain.state_dict())
-    model.load_state_dict(reference.state_dict())
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
-    for module in (model, reference):
-        CONVERSIONS[name](module)
-    if as_bucket_view and name in ("memory format", "dtype"):
-        with pytest.raises(RuntimeError, match="is a view of a flat buffer"):
-            sharded.load_state_dict(saved)
-        return
-    plain = optim.Adam(reference.parameters())
-    for optimizer in (sharded, plain):
-        optimizer.load_state_dict(saved)
-    step_all([(model, sharded), (reference, plain)], range(2, 4))
-    assert_bitwise_equal(model, reference, "after resuming")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_state_of_frozen_tensors_is_loaded_and_kept(rank: int, partition: str) -> None:
-    model, reference = twins()
-    plain = optim.Adam(reference.parameters())
-    step_all([(reference, plain)], range(2))
-    model.load_state_dict(reference.state_dict())
-    for module in (model, reference):
-        module[0].requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
-    sharded.load_state_dict(plain.state_dict())
-    step_all([(model, sharded), (reference, plain)], range(2, 3))
-    if rank == 0:
-        # Nobody else's concern, though the plan is made anew here.
-        rebind(model)
-    step_all([(model, sharded), (reference, plain)], range(3, 4))
-    for module in (model, reference):
-        module[0].requires_grad_(True)
-    step_all([(model, sharded), (reference, plain)], range(4, 6))
-    assert_bitwise_equal(model, reference, "after unfreezing")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_model_that_is_converted_on_one_rank_before_loading(rank: int) -> None:
-    model, reference = twins(convolutions)
-    plain = optim.Adam(reference.parameters())
-    step_all([(reference, plain)], range(1))
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting("split"))
-    if rank == 1:
-        model.double()
-    with pytest.raises(DisagreementError, match=r"load_state_dict.*dtype torch.float32 here, torch.float64 there"):
-        sharded.load_state_dict(plain.state_dict())
-    model.float().load_state_dict(reference.state_dict())
-    sharded.load_state_dict(plain.state_dict())
-    step_all([(model, sharded), (reference, plain)], range(1, 3))
-    assert_bitwise_equal(model, reference, "after resuming")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_argument_is_left_alone_and_nothing_of_it_is_kept(partition: str) -> None:
-    model, reference = twins()
-    plain = optim.Adam(reference.parameters(), lr=torch.tensor(0.01), foreach=False)
-    step_all([(reference, plain)], range(2))
-    given = copy.deepcopy(plain.state_dict())
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
-    sharded.load_state_dict(given)
-    step_all([(model, sharded)], range(2, 4))
-    sharded.param_groups[0]["lr"].fill_(1.0)
-    assert_same_state(given, plain.state_dict())
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_hooks_see_the_state_and_may_change_it(rank: int) -> None:
-    model, _ = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    step_all([(model, sharded)], range(1))
-    seen: list[int] = []
-    sharded.register_state_dict_post_hook(lambda optimizer, state_dict: seen.append(len(state_dict["state"])))
-    sharded.register_state_dict_post_hook(lambda optimizer, state_dict: {**state_dict, "epoch": 3})
-    sharded.consolidate_state_dict(to=0)
-    saved = everywhere(sharded.state_dict() if rank == 0 else None, 0)
-    assert saved["epoch"] == 3
-    assert seen == ([9] if rank == 0 else [])
-    epochs: list[int] = []
-    sharded.register_load_state_dict_pre_hook(lambda optimizer, state_dict: epochs.append(state_dict.pop("epoch")))
-    sharded.register_load_state_dict_post_hook(lambda optimizer: epochs.append(-1))
-    sharded.load_state_dict(saved)
-    assert epochs == [3, -1]
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_checkpoint_survives_a_file_that_is_read_without_pickle(rank: int) -> None:
-    model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, lr=0.1)
-    plain = optim.AdamW(reference.named_parameters(), lr=0.1)
-    step_all([(model, sharded), (reference, plain)], range(2))
-    sharded.consolidate_state_dict(to=0)
-    if rank == 0:
-        file = io.BytesIO()
-        torch.save(sharded.state_dict(), file)
-        file.seek(0)
-        assert_same_state(torch.load(file, weights_only=True), plain.state_dict())
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_state_in_channels_last(rank: int, partition: str) -> None:
-    def convolutions() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
-
-    model, reference = twins(convolutions)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
-    plain = optim.Adam(reference.parameters())
-    step_all([(model, sharded), (reference, plain)], range(2))
-    sharded.consolidate_state_dict(to=0)
-    if rank == 0:
-        assert_same_state(sharded.state_dict(), plain.state_dict())
-        assert (
-            sharded.state_dict()["state"][0]["exp_avg"].stride() == plain.state_dict()["state"][0]["exp_avg"].stride()
-        )
-    # A checkpoint may come from a model in another memory format.
-    saved = copy.deepcopy(plain.state_dict())
-    for entries in saved["state"].values():
-        entries["exp_avg"] = entries["exp_avg"].contiguous()
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
-    resumed.load_state_dict(saved)
-    step_all([(model, resumed), (reference, plain)], range(2, 4))
-    assert_bitwise_equal(model, reference, "after resuming")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_tensors_that_were_never_stepped(rank: int) -> None:
-    model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    plain = optim.Adam(reference.parameters())
-    for module, optimizer in ((model, sharded), (reference, plain)):
-        set_gradients(module.parameters(), 0, none={3})
-        optimizer.step()
-    fresh = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    with pytest.raises(ValueError, match=r"state_dict\['state'\]\[3\] = \{\}"):
-        fresh.load_state_dict(plain.state_dict())
-    sharded.consolidate_state_dict(to=0)
-    saved = everywhere(sharded.state_dict() if rank == 0 else None, 0)
-    assert saved["state"][3] == {}
-    plain.load_state_dict(saved)
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    resumed.load_state_dict(saved)
-    step_all([(model, resumed), (reference, plain)], range(1, 3))
-    assert_bitwise_equal(model, reference, "after resuming")
-
-
-SWITCHED_OFF: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, Any]]] = {
-    "momentum of SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}),
-    "momentum of RMSprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}, {"momentum": 0, "centered": False}),
-    "amsgrad": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}),
-}
-
-
-@pytest.mark.by_default("2-momentum of SGD-whole | 2-momentum of RMSprop-split | 2-amsgrad-whole")
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("name", SWITCHED_OFF)
-def test_state_that_outlives_its_setting(rank: int, partition: str, name: str) -> None:
-    optimizer_class, settings, off = SWITCHED_OFF[name]
-    on = {key: settings[key] for key in off}
-    model, reference = twins()
+    optimizer_class, settings, partitions = RUNS[name]
+    make: Callable[[], nn.Module] = matrices if optimizer_class is optim.Muon else small_model
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+    reference = make()
     plain = optimizer_class(reference.parameters(), **settings)
-    step_all([(reference, plain)], range(2))
-    model.load_state_dict(reference.state_dict())
-    plain.param_groups[0].update(off)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, partition=cutting(partition))
-    sharded.load_state_dict(plain.state_dict())
-    step_all([(model, sharded), (reference, plain)], range(2, 4))
-    plain.param_groups[0].update(on)
-    sharded.param_groups[0].update(on)
-    step_all([(model, sharded), (reference, plain)], range(4, 6))
-    assert_bitwise_equal(model, reference, "after switching off and on again")
-    sharded.consolidate_state_dict(to=0)
+    train(reference, plain, range(3))
+    at_save = copy.deepcopy(reference)
     if rank == 0:
-        assert_same_state(sharded.state_dict(), plain.state_dict())
-    key = {"amsgrad": "max_exp_avg_sq"}.get(name, "momentum_buffer")
-    bad = copy.deepcopy(plain.state_dict())
-    bad["param_groups"][0].update(off)
-    bad["state"][2][key] = torch.zeros(3)
-    with pytest.raises(ValueError, match=rf"'{key}' has shape \(3,\), expected \(64,\)"):
-        sharded.load_state_dict(bad)
+        saved(reference, plain, ranks_tmp_path / "plain", groups[1], flat=flat)
+    train(reference, plain, range(3, 8))
+
+    def sharded(model: nn.Module, size: int, partition: str) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class, groups[size], partition=cutting(partition), **settings
+        )
+
+    for size, partition in itertools.product(SIZES, partitions):
+        if rank < size:
+            model = make()
+            optimizer = sharded(model, size, partition)
+            train(model, optimizer, range(3))
+            saved(model, optimizer, ranks_tmp_path / f"{partition}{size}", groups[size], flat=flat)
+    dist.barrier()
+    sources = ["plain", *[f"{partition}{size}" for size, partition in itertools.product(SIZES, partitions)]]
+    for number, source in enumerate(sources):
+        for size in SIZES:
+            # Every pair of sizes, and every pair of partitions.
+            partition = partitions[(number + size) % len(partitions)]
+            if rank < size:
+                model = make()
+                optimizer = sharded(model, size, partition)
+                loaded(model, optimizer, ranks_tmp_path / source, groups[size], flat=flat)
+                assert_bitwise_equal(model, at_save, f"loaded from {source} at {size} ranks")
+                train(model, optimizer, range(3, 8))
+                assert_bitwise_equal(model, reference, f"from {source} at {size} ranks, {partition}")
+        if rank == 0:
+            model = make()
+            unsharded = optimizer_class(model.parameters(), **settings)
+            loaded(model, unsharded, ranks_tmp_path / source, groups[1], flat=flat)
+            train(model, unsharded, range(3, 8))
+            assert_bitwise_equal(model, reference, f"from {source}, unsharded")
 
 
-class RefusesTheProbe(optim.Adam):
-    """Works on the model's tensors only: those of two elements fail in a way that no optimizer of torch's does."""
+@pytest.mark.ranks(3, backend=EVERYWHERE)
+@each_of("way", ["consolidated", "nested", "flat"], partition=["whole", "level"])
+def test_saved_at_three_ranks_and_resumed_at_two_and_by_separate_optimizers(
+    rank: int, partition: str, way: str, ranks_tmp_path: Path
+) -> None:
+    path, options = ranks_tmp_path / "saved", StateDictOptions(flatten_optimizer_state_dict=way == "flat")
+    two, one = dist.new_group([0, 1]), dist.new_group([0])
+    model, reference = twins(small_gpt)
+    optimizer, plain = sharded(model, partition=partition), separate(reference)
 
-    elementwise = True
-    failure: type[Exception] = Exception
+    def steps(of: nn.Module, optimizers: list[Any], begin: int) -> None:
+        for step in range(begin, begin + 3):
+            optimizers[0].param_groups[0]["momentum"] = 0.85 + 0.02 * step
+            step_all(of, optimizers, step)
 
-    def step(self, closure: Any = None) -> Any:
-        if any(param.numel() == 2 for group in self.param_groups for param in group["params"]):
-            raise self.failure("tiny")
-        return super().step(closure)
+    steps(model, [optimizer], 0)
+    steps(reference, plain, 0)
+    if way == "consolidated":
+        optimizer.consolidate_state_dict(to=2)
+        if rank == 2:
+            torch.save(optimizer.state_dict(), path)
+    else:
+        dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=path)
+    dist.barrier()
 
+    def resume(of: nn.Module, optimizers: list[Any], group: dist.ProcessGroup) -> None:
+        if way != "consolidated":
+            found = get_optimizer_state_dict(of, optimizers, options=options)
+            dcp.load(found, checkpoint_id=path, process_group=group)
+            set_optimizer_state_dict(of, optimizers, found, options=options)
+            return
+        state_dict = torch.load(path, weights_only=True)
+        parts = [state_dict] if len(optimizers) == 1 else split_state_dict(state_dict, [0, 1, 1])
+        for each, part in zip(optimizers, parts, strict=True):
+            each.load_state_dict(part)
 
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("failure", [AssertionError, IndexError, NotImplementedError, OSError])
-def test_a_class_that_works_on_large_tensors_only(rank: int, failure: type[Exception]) -> None:
-    stubborn = type("Stubborn", (RefusesTheProbe,), {"failure": failure})
-    model, reference = twins()
-    plain = stubborn(reference.parameters())
-    sharded = ZeroRedundancyOptimizer(model.parameters(), stubborn)
-    step_all([(model, sharded), (reference, plain)], range(2))
-    resumed = ZeroRedundancyOptimizer(model.parameters(), stubborn)
-    resumed.load_state_dict(plain.state_dict())
-    step_all([(model, resumed), (reference, plain)], range(2, 4))
-    assert_bitwise_equal(model, reference, "after resuming")
-
-
-class NestedState(optim.SGD):
-    """Keeps tensors inside lists and dicts, and numbers, as some optimizers do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state.setdefault("factors", [torch.zeros(2), {"row": torch.zeros(3, 2)}])
-                    state["factors"][1]["row"] += 1
-                    state["calls"] = state.get("calls", 0) + 1
-        return super().step(closure)
-
-
-class UnmovableState(optim.SGD):
-    """Keeps an object that cannot travel without pickle."""
-
-    def step(self, closure: Any = None) -> Any:
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["object"] = object()
-        return super().step(closure)
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_nested_state_travels_and_unmovable_state_is_refused_by_name(rank: int) -> None:
-    model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.named_parameters(), NestedState, lr=0.1)
-    plain = NestedState(reference.named_parameters(), lr=0.1)
-    step_all([(model, sharded), (reference, plain)], range(2))
-    sharded.consolidate_state_dict(to=0)
+    resumed, alone = (copy.deepcopy(model) for _ in range(2))
+    steps(reference, plain, 3)
+    if rank < 2:
+        smaller = sharded(resumed, process_group=two, partition=partition)
+        resume(resumed, [smaller], two)
+        steps(resumed, [smaller], 3)
+        assert_bitwise_equal(resumed, reference, "resumed at two ranks")
+        smaller.consolidate_state_dict(to=0)
     if rank == 0:
-        ours, theirs = sharded.state_dict()["state"], plain.state_dict()["state"]
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[i]["factors"][1]["row"], theirs[i]["factors"][1]["row"].cpu()) for i in theirs)
-        assert all(ours[i]["calls"] == 2 for i in theirs)
-    stubborn = ZeroRedundancyOptimizer(model.named_parameters(), UnmovableState, lr=0.1)
-    for act in (lambda: step_all([(model, stubborn)], range(1)), stubborn.consolidate_state_dict):
-        with pytest.raises(ValueError, match=r"'object' of '.*' is a object, which cannot be moved without pickle"):
-            act()
-
-
-def pop(*path: Any) -> Callable[[dict[str, Any]], None]:
-    def change(state_dict: dict[str, Any]) -> None:
-        holder: Any = state_dict
-        for key in path[:-1]:
-            holder = holder[key]
-        holder.pop(path[-1])
-
-    return change
-
-
-def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
-    def change(state_dict: dict[str, Any]) -> None:
-        holder: Any = state_dict
-        for key in path[:-1]:
-            holder = holder[key]
-        holder[path[-1]] = value
-
-    return change
-
-
-DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "no state at all": (pop("state"), "expects a dict"),
-    "a tensor's state missing": (pop("state", 2), "parameter 2 'param.2': missing entry"),
-    "an entry missing": (pop("state", 2, "exp_avg"), "parameter 2 'param.2': missing entry 'exp_avg'"),
-    "state of an unknown parameter": (put({}, "state", 77), "extra entry: state for parameter 77"),
-    "an unknown entry": (put(torch.zeros(3), "state", 2, "foo"), "extra entry 'foo'"),
-    "another shape": (put(torch.zeros(3), "state", 2, "exp_avg"), r"'exp_avg' has shape \(3,\), expected \(64,\)"),
-    "a number for a tensor": (put(torch.tensor(1.0), "state", 2, "exp_avg"), r"shape \(\), expected \(64,\)"),
-    "text for a tensor": (put("x", "state", 2, "exp_avg"), "is a str, expected a tensor"),
-    "a tensor for a number": (put(torch.zeros(5), "state", 2, "step"), "expected a single number"),
-    "another layout": (put(torch.eye(64, 40).to_sparse(), "state", 0, "exp_avg"), "sparse_coo tensor"),
-    "emptied by torch's class": (put(None, "state", 1), "its state is None"),
-    "a parameter missing": (pop("param_groups", 0, "params", 8), "doesn't match the size"),
-    "a group missing": (pop("param_groups", 0), "different number of parameter groups"),
-}
-
-
-@pytest.mark.by_default(
-    "2-no state at all-whole | 2-a tensor's state missing-split | 2-an entry missing-whole | "
-    "2-state of an unknown parameter-split | 2-an unknown entry-whole | 2-another shape-split | "
-    "2-a number for a tensor-whole | 2-text for a tensor-split | 2-a tensor for a number-whole | "
-    "2-another layout-split | 2-emptied by torch's class-whole | 2-a parameter missing-split | "
-    "2-a group missing-whole"
-)
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_changes_nothing(rank: int, partition: str, name: str) -> None:
-    damage, words = DAMAGE[name]
-    model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
-    plain = optim.Adam(reference.parameters())
-    step_all([(model, sharded), (reference, plain)], range(2))
-    good, bad = copy.deepcopy(plain.state_dict()), copy.deepcopy(plain.state_dict())
-    damage(bad)
-    with pytest.raises((TypeError, ValueError), match=words):
-        sharded.load_state_dict(bad)
-    with pytest.raises((TypeError, ValueError), match=f"rank 1: .*{words}"):
-        sharded.load_state_dict(bad if rank == 1 else good)
-    step_all([(model, sharded), (reference, plain)], range(2, 4))
-    assert_bitwise_equal(model, reference, "after the refused checkpoints")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_different_checkpoints_on_different_ranks(rank: int) -> None:
-    model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    plain = optim.Adam(reference.parameters())
-    # As if rank 1 had read the file of a later step.
-    step_all([(reference, plain)], range(1 + rank))
-    with pytest.raises(DisagreementError, match="different checkpoints"):
-        sharded.load_state_dict(plain.state_dict())
+        for part, each in zip(split_state_dict(smaller.state_dict(), [0, 1, 1]), plain, strict=True):
+            assert_same_state(part, each.state_dict())
+        others = separate(alone)
+        resume(alone, others, one)
+        steps(alone, others, 3)
+        assert_bitwise_equal(alone, reference, "resumed by separate optimizers")

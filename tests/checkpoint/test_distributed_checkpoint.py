@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint with the sharded optimizer: saved at some number of ranks, loaded at another."""
+"""torch.distributed.checkpoint with the sharded optimizer: what it saves and loads."""
 
 from __future__ import annotations
 
@@ -11,89 +11,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpointing import loaded, matrices, saved, train
-from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, small_model
+from support.checkpointing import loaded, saved
+from support.listed_state import assert_same
+from support.training import (
+    EVERYWHERE,
+    assert_bitwise_equal,
+    assert_same_state,
+    cutting,
+    small_model,
+    train,
+    twin_optimizers,
+)
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
 SIZES = (1, 2, 3, 4)
-
-
-ALL_PARTITIONS = ("whole", "split")
-RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
-    "AdamW": (optim.AdamW, {}, ALL_PARTITIONS),
-    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, ALL_PARTITIONS),
-    "Adafactor": (optim.Adafactor, {}, ("whole",)),
-    "Muon": (optim.Muon, {}, ("whole",)),
-}
-ALWAYS = {("Muon", True)}
-
-
-@pytest.mark.by_default("4-Muon-True")
-@pytest.mark.ranks(4, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("name", "flat"),
-    [
-        pytest.param(name, flat, marks=() if (name, flat) in ALWAYS else pytest.mark.exhaustive)
-        for name in RUNS
-        for flat in (False, True)
-    ],
-)
-def test_saved_at_any_number_of_ranks_and_loaded_at_any_other(
-    rank: int, name: str, flat: bool, ranks_tmp_path: Path
-) -> None:
-    optimizer_class, settings, partitions = RUNS[name]
-    make: Callable[[], nn.Module] = matrices if optimizer_class is optim.Muon else small_model
-    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
-    reference = make()
-    plain = optimizer_class(reference.parameters(), **settings)
-    train(reference, plain, range(3))
-    at_save = copy.deepcopy(reference)
-    if rank == 0:
-        saved(reference, plain, ranks_tmp_path / "plain", groups[1], flat=flat)
-    train(reference, plain, range(3, 8))
-
-    def sharded(model: nn.Module, size: int, partition: str) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, groups[size], partition=cutting(partition), **settings
-        )
-
-    for size, partition in itertools.product(SIZES, partitions):
-        if rank < size:
-            model = make()
-            optimizer = sharded(model, size, partition)
-            train(model, optimizer, range(3))
-            saved(model, optimizer, ranks_tmp_path / f"{partition}{size}", groups[size], flat=flat)
-    dist.barrier()
-    sources = ["plain", *[f"{partition}{size}" for size, partition in itertools.product(SIZES, partitions)]]
-    for number, source in enumerate(sources):
-        for size in SIZES:
-            # Every pair of sizes, and every pair of partitions.
-            partition = partitions[(number + size) % len(partitions)]
-            if rank < size:
-                model = make()
-                optimizer = sharded(model, size, partition)
-                loaded(model, optimizer, ranks_tmp_path / source, groups[size], flat=flat)
-                assert_bitwise_equal(model, at_save, f"loaded from {source} at {size} ranks")
-                train(model, optimizer, range(3, 8))
-                assert_bitwise_equal(model, reference, f"from {source} at {size} ranks, {partition}")
-        if rank == 0:
-            model = make()
-            unsharded = optimizer_class(model.parameters(), **settings)
-            loaded(model, unsharded, ranks_tmp_path / source, groups[1], flat=flat)
-            train(model, unsharded, range(3, 8))
-            assert_bitwise_equal(model, reference, f"from {source}, unsharded")
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+def test_it_is_used_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     model, reference = small_model(), small_model()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
-    plain = optim.AdamW(reference.parameters())
+    optimizer, plain = twin_optimizers((model, reference), optim.AdamW, partition)
     train(model, optimizer, range(2))
     train(reference, plain, range(5))
     optimizer.consolidate_state_dict(to=2)
@@ -148,7 +89,7 @@ class Counting(optim.SGD):
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
+def test_state_that_is_no_tensor_is_saved(rank: int, ranks_tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     groups = {size: dist.new_group(list(range(size))) for size in SIZES[:3]}
     reference = small_model()
@@ -168,25 +109,12 @@ def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
             loaded(fresh, resumed, ranks_tmp_path / source, groups[2], flat=False)
             resumed.consolidate_state_dict()
             if rank == 0:
-                assert_same_nested(resumed.state_dict()["state"], plain.state_dict()["state"])
-
-
-def assert_same_nested(actual: Any, expected: Any, where: str = "state") -> None:
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same_nested(actual[key], value, f"{where}.{key}")
-    elif isinstance(expected, list):
-        for one, other in zip(actual, expected, strict=True):
-            assert_same_nested(one, other, f"{where}[]")
-    else:
-        same = torch.equal(actual.cpu(), expected.cpu()) if isinstance(expected, torch.Tensor) else actual == expected
-        assert same, f"{where} is {actual}, not {expected}"
+                assert_same(resumed.state_dict()["state"], plain.state_dict()["state"])
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+def test_more_ranks_than_trained_tensors_save_and_load(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
@@ -208,7 +136,7 @@ def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks_tmp_path: Path) -> None:
+def test_a_group_is_added_after_several_were_loaded(rank: int, flat: bool, ranks_tmp_path: Path) -> None:
     def trained(kind: Callable[..., optim.Optimizer], steps: range, source: Path | None) -> tuple[Any, Any]:
         model = small_model()
         first, second, third = (list(model[i].parameters()) for i in (0, 2, 3))
@@ -233,7 +161,7 @@ def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-def test_memory_formats(ranks_tmp_path: Path) -> None:
+def test_memory_formats_may_differ_between_saving_and_loading(ranks_tmp_path: Path) -> None:
     def made(memory_format: torch.memory_format) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 3))
@@ -257,7 +185,7 @@ def test_memory_formats(ranks_tmp_path: Path) -> None:
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_odd_shapes_and_dtypes(partition: str, ranks_tmp_path: Path) -> None:
+def test_odd_shapes_and_dtypes_are_saved_and_loaded(partition: str, ranks_tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpointing import loaded, saved, train
-from support.training import assert_bitwise_equal, cutting, small_model, twins
+from support.checkpointing import loaded, saved
+from support.combinations import PARTITIONS
+from support.training import assert_bitwise_equal, cutting, small_model, train, twins
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,7 +25,6 @@ from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -101,7 +101,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(file: str, r
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_full_disk_during_an_asynchronous_save(ranks_tmp_path: Path) -> None:
+def test_a_full_disk_during_an_asynchronous_save_is_an_error_of_its_result(ranks_tmp_path: Path) -> None:
     run, group = Run(), dist.new_group()
     given = get_optimizer_state_dict(run.model, run.sharded, options=FLAT)
     fill_disk(ranks_tmp_path / "full", "__1_0.distcp")
@@ -145,10 +145,9 @@ AT = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.by_default("3-all_gather#1-1 | 3-barrier#1-0")
 @pytest.mark.ranks(3, backend="gloo")
 @AT
-def test_a_rank_that_is_killed_during_a_save(
+def test_a_rank_that_is_killed_during_a_save_is_an_error_of_the_others(
     rank: int, at: str, victim: int, faults: Faults, ranks_tmp_path: Path
 ) -> None:
     run, group = Run(), short_group()
@@ -162,10 +161,9 @@ def test_a_rank_that_is_killed_during_a_save(
     run.assert_own_state()
 
 
-@pytest.mark.by_default("3-all_gather#1-1 | 3-barrier#1-0")
 @pytest.mark.ranks(3, backend="gloo")
 @AT
-def test_a_rank_that_is_killed_during_a_load(
+def test_a_rank_that_is_killed_during_a_load_is_an_error_of_the_others(
     rank: int, at: str, victim: int, faults: Faults, ranks_tmp_path: Path
 ) -> None:
     run, group = Run(), short_group()
@@ -188,10 +186,11 @@ TRANSFERS: dict[str, Callable[[dict[str, Any], Path, dist.ProcessGroup], object]
 }
 
 
-@pytest.mark.by_default("3-save")
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("transfer", ["save", pytest.param("load", marks=pytest.mark.exhaustive)])
-def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_path: Path) -> None:
+def test_a_rank_that_stops_is_an_error_of_the_others(
+    rank: int, transfer: str, faults: Faults, ranks_tmp_path: Path
+) -> None:
     run, group = Run(), short_group()
     run.save(ranks_tmp_path / "saved")
     given = {"optimizer": get_optimizer_state_dict(run.model, run.sharded, options=FLAT)}
@@ -203,7 +202,7 @@ def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_p
 
 
 @pytest.mark.ranks(2, backend="gloo", isolation="process")
-def test_a_rank_that_steps_while_the_other_saves(rank: int, ranks_tmp_path: Path) -> None:
+def test_a_rank_that_steps_while_the_other_saves_is_an_error_of_both(rank: int, ranks_tmp_path: Path) -> None:
     group = short_group()
     run = Run(group=group)
     given = get_optimizer_state_dict(run.model, run.sharded)
@@ -281,7 +280,7 @@ def other_model(problem: str) -> nn.Module:
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_parameters_that_the_file_lacks_has_beyond_or_in_another_shape(
+def test_parameters_that_the_file_lacks_or_has_in_another_shape_are_named(
     rank: int, partition: str, ranks_tmp_path: Path
 ) -> None:
     run = Run(partition)
@@ -326,7 +325,9 @@ def fail(*_: object) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_a_checkpoint_after_a_step_that_failed_on_one_rank(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_after_a_step_that_failed_on_one_rank(
+    rank: int, partition: str, ranks_tmp_path: Path
+) -> None:
     run, other = Run(partition), Run(partition)
     hook = run.sharded.optim.register_step_pre_hook(fail) if rank == 1 else None
     with pytest.raises(ArithmeticError, match="not today"):

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpointing import loaded, train
-from support.training import assert_bitwise_equal, cutting, small_model
+from support.checkpointing import loaded
+from support.combinations import each_of
+from support.training import assert_bitwise_equal, cutting, small_model, train
 from torch import nn, optim
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict, _offload_state_dict_to_cpu
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
@@ -24,7 +25,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.state.placeholder import StatePlaceholder
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {}),
     # Its state has no entry with one value for a whole tensor.
@@ -46,13 +46,8 @@ STAGERS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.by_default(
-    "2-as by default-whole | 2-DefaultStager-split | 2-DefaultStager, shared memory-whole | "
-    "2-DefaultStager in a thread-split | 2-BlockingAsyncStager-whole"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize("name", STAGERS)
+@each_of("name", STAGERS, partition=["whole", "split"])
 def test_an_asynchronous_save_has_the_values_of_the_moment_of_the_call(
     rank: int, name: str, partition: str, ranks_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,15 +137,8 @@ COPIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 SHARE_MEMORY = {"copy", "detach", "to", "_offload_state_dict_to_cpu"}
 
 
-@pytest.mark.by_default(
-    "2-deepcopy of a dict-whole | 2-copy-split | 2-deepcopy-whole | 2-clone-split | 2-detach-whole | "
-    "2-to-split | 2-there and back-whole | 2-zeros_like and copy_-split | 2-empty_like and copy_-whole | "
-    "2-_offload_state_dict_to_cpu-split | 2-_copy_state_dict-whole | 2-_copy_state_dict to zeros-split | "
-    "2-DefaultStager-whole"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize("name", COPIES)
+@each_of("name", COPIES, partition=["whole", "split"])
 def test_copies_have_the_parts_and_the_placeholders(name: str, partition: str) -> None:
     given = listed("AdamW", partition)
     before = copy.deepcopy(given)

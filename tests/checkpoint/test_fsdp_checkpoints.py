@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.combinations import FLAG, each_of
 from support.listed_state import assert_same
 from support.training import cutting, small_model
 from torch import nn, optim
@@ -39,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*(_get_pg_default_device|Multiple backends):UserWarning"),
 ]
-
 Run = tuple[nn.Module, optim.Optimizer]
 
 
@@ -117,7 +117,6 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
     set_state_dict(*run, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=options)
 
 
-@pytest.mark.by_default("2-fsdp2-False-AdamW | 2-fsdp1-True-AdamW | 2-fsdp1 with original parameters-True-AdamW")
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -130,9 +129,14 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "flat"),
     # What FSDP1 lists unflattened has param groups on rank 0 alone, which only its own files fit.
-    [("fsdp2", False), ("fsdp2", True), ("fsdp1", True), ("fsdp1 with original parameters", True)],
+    [
+        ("fsdp2", False),
+        pytest.param("fsdp2", True, marks=pytest.mark.exhaustive),
+        ("fsdp1", True),
+        ("fsdp1 with original parameters", True),
+    ],
 )
-def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
+def test_what_fsdp_has_saved_is_loaded_by_ours_and_the_reverse(
     name: str, flat: bool, kind: Any, settings: dict[str, Any], ranks_tmp_path: Path
 ) -> None:
     makers: dict[str, Callable[..., Run]] = {
@@ -157,11 +161,9 @@ def test_saved_by_fsdp_and_loaded_by_ours_and_the_reverse(
         assert_same(values(run[0]), values(runs["plain"][0]))
 
 
-@pytest.mark.by_default("2-False-whole | 2-True-split")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_of_fsdp2(rank: int, partition: str, broadcast: bool) -> None:
+@each_of("partition", ["whole", "split"], broadcast=FLAG)
+def test_full_state_goes_to_and_from_fsdp2(rank: int, partition: str, broadcast: bool) -> None:
     reference, ours, theirs = plain(optim.AdamW), sharded(partition, optim.AdamW), fsdp2(optim.AdamW)
     for run in (reference, ours, theirs):
         train(run, range(3))
@@ -185,7 +187,7 @@ def test_full_state_of_fsdp2(rank: int, partition: str, broadcast: bool) -> None
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_full_state_of_fsdp1_by_name_and_by_index(rank: int, partition: str) -> None:
+def test_full_state_goes_to_and_from_fsdp1_by_name_and_by_index(rank: int, partition: str) -> None:
     def make() -> Run:
         return sharded(partition, optim.AdamW, named=True)
 
@@ -230,7 +232,7 @@ def test_full_state_of_fsdp1_by_name_and_by_index(rank: int, partition: str) -> 
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("name", MAKERS)
-def test_parameters_that_were_never_stepped(rank: int, name: str) -> None:
+def test_parameters_that_were_never_stepped_have_no_state_there(rank: int, name: str) -> None:
     reference, ours = plain(optim.AdamW), sharded("split", optim.AdamW)
     for run in (reference, ours):
         train(run, range(3), unused="4.weight")

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpointing import train
-from support.training import assert_bitwise_equal, assert_same_state, cutting, small_model, two_groups
+from support.combinations import PARTITIONS
+from support.training import assert_bitwise_equal, assert_same_state, cutting, small_model, train, two_groups
 from torch import optim
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.nn.parallel import DistributedDataParallel
-from zeroshard import ZeroRedundancyOptimizer, full_optimizer_state_dict
-
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from zeroshard import ZeroRedundancyOptimizer
 
 
 def sharded_and_plain(partition: str = "whole", *, steps: int = 2) -> tuple[Any, ...]:
@@ -32,7 +29,7 @@ def by_name(plain: optim.Optimizer, reference: torch.nn.Module) -> dict[str, Any
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_names_in_and_out(rank: int, partition: str) -> None:
+def test_state_dicts_with_names_are_made_and_loaded(rank: int, partition: str) -> None:
     _, sharded, reference, plain = sharded_and_plain(partition)
     sharded.consolidate_state_dict(to=1)
     if rank == 1:
@@ -54,7 +51,7 @@ def test_names_in_and_out(rank: int, partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_names_that_do_not_fit(rank: int) -> None:
+def test_names_that_do_not_fit_are_refused(rank: int) -> None:
     _, sharded, reference, plain = sharded_and_plain()
     before = sharded.optim.state_dict()
     given = by_name(plain, reference)
@@ -73,7 +70,7 @@ def test_names_that_do_not_fit(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_parameters_without_names() -> None:
+def test_parameters_without_names_have_no_such_state_dict() -> None:
     model = small_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     train(model, sharded, range(1))
@@ -83,26 +80,3 @@ def test_parameters_without_names() -> None:
         sharded.state_dict(keys="name")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`keys` must be one of"):
         sharded.load_state_dict(sharded.state_dict(), keys="name")  # type: ignore[arg-type]
-
-
-@pytest.mark.by_default("3-0-whole | 3-2-split")
-@pytest.mark.ranks(3, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize("steps", [0, 2])
-def test_the_full_state_dict_is_that_of_a_plain_optimizer(rank: int, partition: str, steps: int) -> None:
-    model, sharded, reference, plain = sharded_and_plain(partition, steps=steps)
-    ddp = DistributedDataParallel(model)
-    full = full_optimizer_state_dict(ddp, sharded, to=1)
-    expected = by_name(plain, reference)
-    if rank == 1:
-        assert_same_state(full, expected)
-    else:
-        assert full == {}
-    options = StateDictOptions(full_state_dict=True)
-    # Else torch makes no state.
-    plain.zero_grad()
-    resumed = optim.AdamW(two_groups(reference))
-    if rank == 1:
-        set_optimizer_state_dict(reference, resumed, full, options=options)
-        # torch has made lists of tuples in param groups.
-        assert_same_state({**resumed.state_dict(), "param_groups": []}, {**plain.state_dict(), "param_groups": []})

@@ -13,10 +13,8 @@ import torch
 from support.ddp_training import Twins
 from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
-from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
 np = pytest.importorskip("numpy", reason="hyperparameters are NumPy's numbers too")
@@ -78,37 +76,6 @@ def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, partition="nonsense")
     with pytest.raises(ValueError, match="Muon is not known to be elementwise"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(64, 64))], optim.Muon, partition=cutting("split"))
-
-
-Named = list[tuple[str, torch.Tensor]]
-OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
-    "a tensor missing": (lambda named: named[:-1], "tensor 8 '4.weight' is here only"),
-    "another order": (lambda named: [named[1], named[0], *named[2:]], "another order: tensor 0"),
-    "another shape": (lambda named: [("0.weight", nn.Parameter(torch.zeros(3))), *named[1:]], r"shape .* \(3,\) there"),
-    "another dtype": (lambda named: [(n, nn.Parameter(p.detach().double())) for n, p in named], "dtype"),
-    "frozen": (lambda named: [(n, p.requires_grad_(n != "2.weight")) for n, p in named], "tensor 4 '2.weight'"),
-}
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_unnamed_parameters_in_another_order_are_found_by_a_hook(rank: int) -> None:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
-    params = list(ddp.parameters())
-    optimizer = ZeroRedundancyOptimizer(params[::-1] if rank else params, optim.Adam)
-    with pytest.raises(DisagreementError, match=r"rank 1 differs from rank 0: another order: tensor 0 is "):
-        register_reduce_to_owner(ddp, optimizer)
-    assert not optimizer.takes_buckets
-    assert [spec.name for spec in optimizer.plan.tensors] == ["param.0", "param.1"]
-
-
-@pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("name", OTHER_PLANS)
-def test_a_plan_that_differs_is_named_on_every_rank(rank: int, name: str) -> None:
-    change, words = OTHER_PLANS[name]
-    named = list(small_model().named_parameters())
-    with pytest.raises(DisagreementError, match=f"rank 2 differs from rank 0: .*{words}"):
-        ZeroRedundancyOptimizer(change(named) if rank == 2 else named, optim.Adam)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -259,27 +226,6 @@ def test_a_closure_that_raises_on_one_rank(rank: int) -> None:
     with pytest.raises(ZeroDivisionError, match="no loss today"):
         optimizers[0].step(closure)
     assert_replicas_equal(pair[0].parameters())
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(rank: int, where: str) -> None:
-    pair, optimizers = trained()
-    sharded = optimizers[0]
-    added = [nn.Parameter(torch.ones(3, 3)) for _ in pair]
-    good = {"params": [added[0]]}
-    for bad in ({"params": [next(pair[0].parameters())]}, {"lr": 3}, [added[0]], {"params": [1]}):
-        with pytest.raises((TypeError, ValueError)):
-            sharded.add_param_group(bad if where == "on all ranks" or rank == 1 else good)
-        assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
-    with pytest.raises(DisagreementError, match=r"add_param_group.*tensor 9"):
-        sharded.add_param_group(good if rank else {"params": [nn.Parameter(torch.zeros(2))]})
-    assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
-    sharded.add_param_group(good)
-    optimizers[1].add_param_group({"params": [added[1]]})
-    added[0].grad, added[1].grad = torch.ones(3, 3), torch.ones(3, 3)
-    go_on(pair, optimizers, range(2, 4))
-    assert torch.equal(*added)
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -460,17 +406,6 @@ def test_what_the_optimizer_itself_counts_may_differ_between_ranks(rank: int) ->
     set_gradients(pair[0].parameters(), 5)
     with pytest.raises(DisagreementError, match=r"lr of group 0 is '0.01' on rank 0 and '0.5' on rank 1"):
         sharded.step()
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_a_learning_rate_edited_before_a_group_is_added_is_kept() -> None:
-    pair, optimizers = trained()
-    extra = [nn.Parameter(torch.ones(5)) for _ in pair]
-    for optimizer, late in zip(optimizers, extra, strict=True):
-        optimizer.param_groups[0]["lr"] = 0.25
-        optimizer.add_param_group({"params": [late]})
-        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.001]
-    go_on(pair, optimizers, range(2, 4))
 
 
 # ---------------------------------------------------------------------- several optimizers on one group

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import assert_bitwise_equal, cutting, set_gradients, twins
+from support.listed_state import assert_same
+from support.training import assert_bitwise_equal, cutting, set_gradients, twin_optimizers, twins
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer, split_state_dict
 from zeroshard_core import adam, newton_schulz
@@ -59,17 +60,6 @@ def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return [named[name] for name in hidden], [param for name, param in named.items() if name not in hidden]
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Compare state dicts bitwise, however deep their tensors are."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
-
-
 def train_equally(
     model: nn.Module, sharded: optim.Optimizer, reference: nn.Module, plain: Sequence[optim.Optimizer]
 ) -> None:
@@ -89,12 +79,6 @@ def _eager() -> Iterator[None]:
         yield
 
 
-@pytest.mark.by_default(
-    "3-params-heavyball.AdamW | 3-params-heavyball.SOAP | 3-params-pytorch_optimizer.AdaBelief | "
-    "3-params-pytorch_optimizer.CAME | 3-params-pytorch_optimizer.Lamb | 3-params-pytorch_optimizer.SOAP | "
-    "3-views-heavyball.LaProp | 3-views-pytorch_optimizer.ADOPT | 3-views-pytorch_optimizer.Adan | "
-    "3-views-pytorch_optimizer.LARS | 3-views-pytorch_optimizer.Lion | 3-views-pytorch_optimizer.StableAdamW"
-)
 @pytest.mark.ranks(3, backend="gloo")
 @classes(
     ("heavyball.AdamW", {}),
@@ -110,13 +94,9 @@ def _eager() -> Iterator[None]:
     ("pytorch_optimizer.SOAP", {}),
     ("pytorch_optimizer.StableAdamW", {}),
 )
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-def test_it_is_equal_to_one_process(name: str, arguments: dict[str, Any], as_bucket_view: bool) -> None:
+def test_a_sharded_one_is_equal_to_one_process(name: str, arguments: dict[str, Any]) -> None:
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), found(name), parameters_as_bucket_view=as_bucket_view, **arguments
-    )
-    plain = found(name)(reference.parameters(), **arguments)
+    sharded, plain = twin_optimizers((model, reference), found(name), as_bucket_view=True, **arguments)
     train_equally(model, sharded, reference, [plain])
 
 
@@ -129,7 +109,7 @@ def test_it_is_equal_to_one_process(name: str, arguments: dict[str, Any], as_buc
     ("schedulefree.AdamWScheduleFreeReference", {}),
     ("schedulefree.SGDScheduleFree", {}),
 )
-def test_an_elementwise_one_is_cut(name: str, arguments: dict[str, Any], rank: int) -> None:
+def test_an_elementwise_one_is_cut_and_equal_to_one_process(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins()
     options: dict[str, Any] = {"partition": cutting("split"), "elementwise": True}
     sharded = ZeroRedundancyOptimizer(model.parameters(), found(name), **options, **arguments)
@@ -140,7 +120,7 @@ def test_an_elementwise_one_is_cut(name: str, arguments: dict[str, Any], rank: i
     train_equally(model, sharded, reference, [plain])
     sharded.consolidate_state_dict(to=0)
     if rank == 0:
-        assert is_same(sharded.state_dict(), plain.state_dict())
+        assert_same(sharded.state_dict(), plain.state_dict())
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -164,7 +144,7 @@ def test_it_steps_the_matrices_and_adamw_the_rest(name: str, arguments: dict[str
     # heavyball counts its steps in the state of the first tensor that a rank has.
     if rank == 0 and not name.startswith("heavyball"):
         for part, each in zip(split_state_dict(sharded.state_dict(), [0, 1]), plain, strict=True):
-            assert is_same(part, each.state_dict())
+            assert_same(part, each.state_dict())
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -194,11 +174,11 @@ def test_one_that_treats_groups_differently_by_a_flag_is_cut_where_that_is_eleme
     train_equally(model, sharded, reference, [plain])
     sharded.consolidate_state_dict(to=0)
     if rank == 0:
-        assert is_same(sharded.state_dict(), plain.state_dict())
+        assert_same(sharded.state_dict(), plain.state_dict())
 
 
 QUANTISED = [("bitsandbytes.optim.AdamW8bit", {}), ("bitsandbytes.optim.Lion8bit", {})]
-WRAPPED = [("stand_ins.QuantisedSGD", {}), ("torchao.optim.AdamW8bit", {})]
+WRAPPED = [("support.stand_ins.QuantisedSGD", {}), ("torchao.optim.AdamW8bit", {})]
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -233,8 +213,7 @@ def test_state_that_does_not_follow_the_elements_is_not_cut(name: str, arguments
 @classes(*QUANTISED)
 def test_quantised_state_is_saved_and_loaded(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins(language_model)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), found(name), **arguments)
-    plain = found(name)(reference.parameters(), **arguments)
+    sharded, plain = twin_optimizers((model, reference), found(name), **arguments)
     train_equally(model, sharded, reference, [plain])
     sharded.consolidate_state_dict(to=0)
     resumed = ZeroRedundancyOptimizer(model.parameters(), found(name), **arguments)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import each_of
 from support.stand_ins import ScheduleFree
-from support.training import assert_bitwise_equal, set_gradients, small_model, twins
+from support.training import assert_bitwise_equal, set_gradients, small_model, twin_optimizers, twins
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroshard import ZeroRedundancyOptimizer
@@ -199,10 +200,8 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_check, "_TRIED", type(optimizer_check._TRIED)())
 
 
-@pytest.mark.by_default("2-full model-0.1 | 2-of a function-1e-05 | 2-Lamb-0.1 | 2-extragradient-1e-05")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("rate", [0.1, 1e-5])
-@pytest.mark.parametrize("kind", COUPLED)
+@each_of("kind", COUPLED, rate=[0.1, 1e-5])
 def test_one_that_couples_tensors_is_refused(kind: str, rate: float) -> None:
     factory, model = COUPLED[kind], small_model()
     for _ in range(2):
@@ -216,7 +215,7 @@ def test_one_that_couples_tensors_is_refused(kind: str, rate: float) -> None:
 def test_one_that_steps_each_tensor_by_itself_is_not(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "zeroshard.plan.optimizer_check")
     model, reference = (nn.ParameterList(p for p in each.parameters() if p.dim() == 2) for each in twins())
-    sharded, plain = ZeroRedundancyOptimizer(model.parameters(), FINE[kind]), FINE[kind](reference.parameters())
+    sharded, plain = twin_optimizers((model, reference), FINE[kind])
     assert not caplog.messages
     for each in (sharded, plain):
         getattr(each, "train", bool)()

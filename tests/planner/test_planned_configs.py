@@ -94,6 +94,7 @@ def test_a_config_without_architectures_has_no_head_and_says_so(tmp_path: Path) 
         ({"model_type": "no_such_model"}, "no_such_model"),
         ([1], "is no config: it holds a list"),
     ],
+    ids=["code beside it", "unknown architecture", "unknown type", "a list"],
 )
 def test_what_cannot_be_built_is_told_in_one_line(tmp_path: Path, config: object, told: str) -> None:
     with pytest.raises(InputError, match=told) as raised:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import each_of
 from support.ddp_training import register, steps_in_backward
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -167,7 +168,7 @@ def iterations(
 
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
 @pytest.mark.parametrize(("model", "optimizer", "partition", "hook"), COMBINATIONS)
-def test_memory_and_traffic(
+def test_memory_and_traffic_on_the_device_are_as_predicted(
     rank: int,
     world_size: int,
     device: torch.device,
@@ -221,7 +222,7 @@ def test_memory_and_traffic(
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("bucket_mb", [0.5, 1, 25], ids=["alone", "packed", "one bucket"])
-def test_the_peak_of_sharded_gradients_without_activations(
+def test_the_peak_of_sharded_gradients_is_as_predicted(
     rank: int,
     world_size: int,
     device: torch.device,
@@ -239,16 +240,11 @@ def test_the_peak_of_sharded_gradients_without_activations(
     assert max(peaks) - before == pytest.approx(here.gradients + here.transient, abs=0.05 * here.total)
 
 
-@pytest.mark.by_default(
-    "2-none-whole-convolutions with buffers | 2-hook_with_zero_step-whole-convolutions with buffers | "
-    "2-sharded-whole-convolutions with buffers | 3-reduce_to_owner_hook-split-LoRA | "
-    "3-hook_with_zero_step_interleaved-split-LoRA"
-)
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("model", ["convolutions with buffers", "LoRA"])
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_state_and_traffic_in_messages(rank: int, world_size: int, model: str, partition: str, hook: str) -> None:
+@pytest.mark.ranks(3, backend="gloo")
+@each_of("hook", HOOKS, partition=["whole", "split"], model=["convolutions with buffers", "LoRA"])
+def test_state_and_traffic_in_messages_are_as_predicted(
+    rank: int, world_size: int, model: str, partition: str, hook: str
+) -> None:
     build, make_batch = MODELS[model]
     model_built = build()
     steps_early = steps_in_backward(hook)

@@ -7,18 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import FLAG, LAYOUTS, each_of
 from support.ddp_training import register
-from support.training import assert_bitwise_equal, cutting, small_model, twins
+from support.training import (
+    EVERYWHERE,
+    assert_bitwise_equal,
+    cutting,
+    set_gradients,
+    small_model,
+    train_equally,
+    twin_optimizers,
+    twins,
+)
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "level"])
-VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-MASTERS = pytest.mark.parametrize("master_weights", [False, True], ids=["", "masters"])
-HOOK = pytest.mark.parametrize("has_hook", [False, True], ids=["no hook", "hook"])
 
 
 class Extragradient(optim.SGD):
@@ -90,32 +97,26 @@ def closure_of(module: nn.Module, optimizer: optim.Optimizer, calls: list[int] |
 
 
 TWICE, CHANGED = "called its closure again in one step", "called its closure after it had changed"
+REFUSED: dict[type[optim.Optimizer], str] = {
+    Extragradient: TWICE,
+    EverySecond: TWICE,
+    SharpnessAware: CHANGED,
+    ThroughData: CHANGED,
+    KeepingGradients: CHANGED,
+}
 
 
-@pytest.mark.by_default(
-    "2-Extragradient-called its closure again in one step--params-whole-no hook | "
-    "2-EverySecond-called its closure again in one step--params-level-no hook | "
-    "2-SharpnessAware-called its closure after it had changed-masters-views-split-hook | "
-    "2-ThroughData-called its closure after it had changed-masters-views-whole-hook | "
-    "2-KeepingGradients-called its closure after it had changed--params-split-no hook"
-)
 @pytest.mark.ranks(2, backend=["gloo", "emulated"])
-@HOOK
-@PARTITIONS
-@VIEWS
-@MASTERS
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        (Extragradient, TWICE),
-        (EverySecond, TWICE),
-        (SharpnessAware, CHANGED),
-        (ThroughData, CHANGED),
-        (KeepingGradients, CHANGED),
-    ],
+@each_of(
+    "kind",
+    REFUSED,
+    partition=["whole", "split", "level"],
+    as_bucket_view=FLAG,
+    master_weights=FLAG,
+    has_hook=FLAG,
 )
 def test_a_second_loss_is_refused_on_every_rank(
-    kind: Any, told: str, has_hook: bool, partition: str, as_bucket_view: bool, master_weights: bool
+    kind: Any, has_hook: bool, partition: str, as_bucket_view: bool, master_weights: bool
 ) -> None:
     model: nn.Module = small_model().to(torch.bfloat16 if master_weights else torch.float64)
     ddp = DistributedDataParallel(model) if has_hook else model
@@ -133,7 +134,7 @@ def test_a_second_loss_is_refused_on_every_rank(
         register("reduce_to_owner_hook", ddp, sharded)
     calls: list[int] = []
     closure = closure_of(ddp, sharded, calls)
-    with pytest.raises(RuntimeError, match=rf"{kind.__name__} {told}.*cannot be sharded"):
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__} {REFUSED[kind]}.*cannot be sharded"):
         sharded.step(closure)
     assert len(calls) == 1
     assert_replicas_equal(model.parameters())
@@ -157,3 +158,88 @@ def test_each_of_several_classes_asks_once() -> None:
         for _ in range(2):
             optimizer.step(closure_of(module, optimizer))
     assert_bitwise_equal(model, reference, "after two steps")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@LAYOUTS
+def test_a_closure_is_evaluated_as_by_the_unsharded_optimizer(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    optimizers = twin_optimizers(pair, optim.Adam, partition, as_bucket_view)
+    inputs = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        losses = []
+        for module, optimizer in zip(pair, optimizers, strict=True):
+
+            def closure(module: nn.Module = module, optimizer: optim.Optimizer = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = module(inputs).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+        assert torch.equal(*losses)
+        assert_bitwise_equal(*pair, f"after step {step}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@LAYOUTS
+def test_a_closure_may_rebind_data_and_drop_gradients_of_frozen_tensors(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    optimizers = twin_optimizers(pair, optim.Adam, partition, as_bucket_view)
+    train_equally(pair, optimizers, range(2))
+    for step in range(2, 5):
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            # Frozen now, but with the gradient of the last step, which the closure drops.
+            module[0].weight.requires_grad_(step != 3)
+
+            def closure(module: nn.Module = module, step: int = step) -> None:
+                for param in module.parameters():
+                    param.data = param.data * 0.5
+                set_gradients(module.parameters(), step)
+
+            optimizer.step(closure)
+        assert_bitwise_equal(*pair, f"after step {step}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@each_of("how", ["unfrozen", "converted"], on_rank_1_alone=FLAG, partition=["whole", "split"], as_bucket_view=FLAG)
+def test_closures_of_all_ranks_may_change_what_they_agree_upon(
+    rank: int, partition: str, as_bucket_view: bool, on_rank_1_alone: bool, how: str
+) -> None:
+    model, reference = twins()
+    for module in (model, reference):
+        module[0].weight.requires_grad_(False)
+    sharded, plain = twin_optimizers((model, reference), optim.Adam, partition, as_bucket_view)
+
+    def change(module: nn.Module) -> None:
+        if how == "unfrozen":
+            module[0].weight.requires_grad_(True)
+        else:
+            module[2].double()
+
+    def closure() -> None:
+        if rank == 1 or not on_rank_1_alone:
+            change(model)
+        set_gradients(model.parameters(), 0)
+
+    if as_bucket_view and how == "converted":
+        with pytest.raises(RuntimeError, match="is a view of a flat buffer"):
+            sharded.step(closure)
+        return
+    if on_rank_1_alone:
+        differs = {"unfrozen": "trainable False here, True", "converted": "dtype torch.float32 here, torch.float64"}
+        words = f"{differs[how]} there .here: rank 0, there: rank 1"
+        with pytest.raises(DisagreementError, match=words):
+            sharded.step(closure)
+        return
+    # It is evaluated once, before the ranks agree.
+    sharded.step(closure)
+    change(reference)
+    set_gradients(reference.parameters(), 0)
+    plain.step()
+    assert_bitwise_equal(model, reference, "after the step")
+    for step in range(3):
+        sharded.step(closure)
+        set_gradients(reference.parameters(), 0)
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")

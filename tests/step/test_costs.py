@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import LAYOUTS, PARTITIONS, each_of
 from support.ddp_training import HOOKS, register, steps_in_backward
-from support.training import cutting, set_gradients, twins
+from support.training import cutting, set_gradients, twin_optimizers, twins
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -19,9 +20,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import CHUNK_BYTES, RankGroup, ring
 from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import all_read
-
-VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 
 
 def layers() -> nn.Module:
@@ -36,16 +34,12 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.by_default("2-params-whole | 4-views-split")
+@pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 4, backend="gloo")
-@PARTITIONS
-@VIEWS
+@LAYOUTS
 def test_state_is_the_plans_share_and_held_once(rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(layers)
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
-    plain = optim.Adam(reference.parameters())
+    sharded, plain = twin_optimizers((model, reference), optim.Adam, partition, as_bucket_view)
     set_gradients(model.parameters(), 0)
     set_gradients(reference.parameters(), 0)
     sharded.step()
@@ -63,10 +57,8 @@ def test_state_is_the_plans_share_and_held_once(rank: int, partition: str, as_bu
         assert state_bytes(sharded.optim) <= 1.02 * whole / sharded.world_size
 
 
-@pytest.mark.by_default("2-params-whole | 3-views-split")
-@pytest.mark.ranks(2, 3, backend="gloo")
-@PARTITIONS
-@VIEWS
+@pytest.mark.ranks(3, backend="gloo")
+@LAYOUTS
 def test_bytes_sent_per_step_are_what_the_plan_predicts(
     rank: int, world_size: int, partition: str, as_bucket_view: bool
 ) -> None:
@@ -133,12 +125,8 @@ def test_one_rank_of_a_large_world_holds_its_share_alone(rank: int, world_size: 
         sharded.consolidate_state_dict()
 
 
-@pytest.mark.by_default(
-    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@each_of("hook", HOOKS, partition=["whole", "split"])
 def test_a_hook_needs_two_buckets_of_memory_at_most(rank: int, hook: str, partition: str) -> None:
     def large() -> nn.Module:
         torch.manual_seed(0)
@@ -208,7 +196,9 @@ def _traced(work: Callable[[], None]) -> int | None:
 @pytest.mark.parametrize("way", ["sent", "read"])
 @pytest.mark.parametrize("most", [0, 16], ids=["rounds", "ring"])
 @pytest.mark.parametrize("hook", ["none", "reduce_to_owner_hook"])
-def test_words_of_a_step(world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_sends_few_words(
+    world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count_words(world_size, way, most, hook, monkeypatch)
 
 
@@ -216,7 +206,9 @@ def test_words_of_a_step(world_size: int, way: str, most: int, hook: str, monkey
 @pytest.mark.ranks(8, 16, backend="gloo")
 @pytest.mark.parametrize("way", ["sent", "read"])
 @pytest.mark.parametrize("hook", ["none", "reduce_to_owner_hook"])
-def test_words_of_a_step_of_more_ranks(world_size: int, way: str, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_more_ranks_sends_few_words(
+    world_size: int, way: str, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count_words(world_size, way, 16, hook, monkeypatch)
 
 

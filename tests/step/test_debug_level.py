@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import sys
 from collections import Counter
@@ -13,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import MANY_BUCKETS, batch, register, steps_in_backward
-from support.training import cutting, set_gradients, small_model
+from support.combinations import FLAG, each_of
+from support.ddp_training import HOOKS
+from support.debugged_training import Training
+from support.training import set_gradients, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer, shard_gradients
-from zeroshard.byte_units import format_bytes
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.debug import checks, describe
 from zeroshard_comm import DisagreementError, ParameterBroadcaster
 from zeroshard_testing import assert_replicas_equal
@@ -34,53 +33,6 @@ def _restores_the_level() -> Iterator[None]:
     dist.set_debug_level(level)
 
 
-class Training:
-    """A model, named tensors, and its optimizer, built at a level; each iteration has the same gradients on all ranks.
-
-    Without a hook gradients are set by hand; with one, DDP computes them.
-    """
-
-    def __init__(self, hook: str, level: str = "DETAIL", partition: str = "whole", **settings: Any) -> None:
-        dist.set_debug_level(getattr(dist.DebugLevel, level))
-        self.hook, self.model, self.number = hook, small_model().double(), 0
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=MANY_BUCKETS) if hook != "none" else None
-        self.optimizer = ZeroRedundancyOptimizer(
-            list(self.model.named_parameters()),
-            optim.Adam,
-            partition=cutting(partition),
-            overlap_with_ddp=steps_in_backward(hook),
-            **settings,
-        )
-        if self.ddp is not None:
-            register(hook, self.ddp, self.optimizer)
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
-
-    def backward(self) -> None:
-        self.number += 1
-        self.optimizer.zero_grad()
-        if self.ddp is None:
-            set_gradients(self.params, self.number)
-        else:
-            self.ddp(batch(self.number)).square().mean().backward()
-
-    def iterate(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.backward()
-            self.optimizer.step()
-
-    def owned_by(self, rank: int) -> int:
-        """The first tensor that a rank owns."""
-        return int(self.optimizer.plan.of_rank(rank)[0].tensor)
-
-    def state_of(self, index: int) -> dict[str, Any]:
-        """The entries of a tensor that this rank owns."""
-        entries: dict[str, Any] = self.optimizer.state[self.params[index]]
-        return entries
-
-
 def found(training: Training, *words: str, kind: type[Exception] = RuntimeError) -> None:
     """The next step raises on this rank, and says these words."""
     with pytest.raises(kind) as error:
@@ -88,12 +40,9 @@ def found(training: Training, *words: str, kind: type[Exception] = RuntimeError)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-# ------------------------------------------------------------------ planted faults
-
-
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start(rank: int, frozen: bool) -> None:
+def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start_is_found(rank: int, frozen: bool) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     model = small_model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
@@ -108,13 +57,9 @@ def test_a_parameter_that_ddp_ignores_and_that_differs_from_the_start(rank: int,
         ZeroRedundancyOptimizer(model.named_parameters(), optim.Adam)
 
 
-@pytest.mark.by_default(
-    "2-in place-hook_with_zero_step | 2-replaced-hook_with_zero_step_interleaved | 2-dropped-hook_with_zero_step"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["hook_with_zero_step", "hook_with_zero_step_interleaved"])
-@pytest.mark.parametrize("how", ["in place", "replaced", "dropped"])
-def test_state_that_was_edited_after_the_backward_that_stepped(rank: int, hook: str, how: str) -> None:
+@each_of("how", ["in place", "replaced", "dropped"], hook=HOOKS[1:])
+def test_state_that_was_edited_after_the_backward_that_stepped_is_found(rank: int, hook: str, how: str) -> None:
     training = Training(hook)
     training.iterate(3)
     index = training.owned_by(1)
@@ -138,7 +83,7 @@ def test_state_that_was_edited_after_the_backward_that_stepped(rank: int, hook: 
 @pytest.mark.by_default("2-other values | 3-none")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("how", ["other values", "none"])
-def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
+def test_a_gradient_that_differs_is_found(rank: int, world_size: int, how: str) -> None:
     training = Training("none")
     training.iterate(2)
     training.backward()
@@ -151,10 +96,9 @@ def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
         training.optimizer.step()
 
 
-@pytest.mark.by_default("2-none | 2-reduce_to_owner_hook")
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_a_parameter_that_one_rank_has_frozen(rank: int, hook: str) -> None:
+def test_a_parameter_that_one_rank_has_frozen_is_found(rank: int, hook: str) -> None:
     training = Training(hook)
     training.iterate(3)
     training.backward()
@@ -181,10 +125,9 @@ class Inside:
         monkeypatch.setattr(MessageBroadcaster, "arrive", arriving)
 
 
-@pytest.mark.by_default("2-none | 2-reduce_to_owner_hook")
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_values_that_arrive_damaged_are_found(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(hook)
     training.iterate(3)
     index = training.owned_by(0)
@@ -201,7 +144,7 @@ def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_with_a_closure(rank: int) -> None:
+def test_a_gradient_of_a_closure_that_differs_is_found(rank: int) -> None:
     training = Training("none")
     seeds = iter([1, 1, 2 + rank])
 
@@ -215,25 +158,14 @@ def test_with_a_closure(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_levels_that_differ(rank: int) -> None:
+def test_levels_that_differ_are_named(rank: int) -> None:
     with pytest.raises(DisagreementError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL is"):
         Training("none", "DETAIL" if rank else "INFO")
 
 
-# ------------------------------------------------------------------ what is no fault
-
-
-@pytest.mark.by_default(
-    "2-views-whole-none | 2-views-whole-hook_with_zero_step | 2-params-split-reduce_to_owner_hook | "
-    "2-params-split-hook_with_zero_step_interleaved"
-)
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize(
-    "hook", ["none", "reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
-)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("views", [True, False], ids=["views", "params"])
-def test_what_all_ranks_may_change(hook: str, partition: str, views: bool) -> None:
+@pytest.mark.ranks(2, backend="gloo")
+@each_of("hook", ["none", *HOOKS], partition=["whole", "split"], views=FLAG)
+def test_what_all_ranks_change_alike_is_no_fault(hook: str, partition: str, views: bool) -> None:
     training = Training(hook, partition=partition, parameters_as_bucket_view=views)
     training.iterate(3)
     with torch.no_grad():
@@ -252,12 +184,12 @@ def test_what_all_ranks_may_change(hook: str, partition: str, views: bool) -> No
 
 @pytest.mark.ranks(64, backend="fake", fake_rank=5)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_one_rank_of_a_large_world(partition: str) -> None:
+def test_one_rank_of_a_large_world_is_no_fault(partition: str) -> None:
     Training("none", partition=partition).iterate(3)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_groups_made_at_the_level_of_detail() -> None:
+def test_a_group_made_at_the_level_of_detail_can_be_used() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     # torch compares the calls of the ranks on such a group.
     group = dist.new_group(list(range(dist.get_world_size())))
@@ -265,9 +197,6 @@ def test_groups_made_at_the_level_of_detail() -> None:
     training.iterate(3)
     training.optimizer.consolidate_state_dict()
     assert_replicas_equal(training.params)
-
-
-# ------------------------------------------------------------------ what it costs
 
 
 class Operations(TorchDispatchMode):
@@ -284,7 +213,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_detail_adds_calls_and_operations_to_a_step(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = Counter[str]()
     digest_of = checks.digest_of
 
@@ -314,7 +243,7 @@ def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
-def test_off_calls_nothing_of_this(hook: str) -> None:
+def test_off_calls_no_function_of_these_modules(hook: str) -> None:
     files = {module.__file__ for module in (checks, describe)}
     called: set[str] = set()
 
@@ -336,13 +265,10 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
         assert has_checks or not called
 
 
-# ------------------------------------------------------------------ what is said
-
-
 @pytest.mark.by_default("1-none | 2-reduce_to_owner_hook")
 @pytest.mark.ranks(1, 2, backend="gloo")
 @BOTH
-def test_a_log_after_the_first_step_and_after_changes(
+def test_info_logs_after_the_first_step_and_after_changes(
     rank: int, world_size: int, hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="zeroshard.debugging")
@@ -369,88 +295,3 @@ def test_a_log_after_the_first_step_and_after_changes(
         assert len(logged()) == 1
     Training(hook, "OFF").iterate(2)
     assert logged() == []
-
-
-@pytest.mark.by_default("1-whole-none | 2-split-reduce_to_owner_hook")
-@pytest.mark.ranks(1, 2, backend="gloo")
-@BOTH
-@pytest.mark.parametrize("partition", ["whole", "split"])
-def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partition: str) -> None:
-    training = Training(hook, "OFF", partition)
-    assert training.optimizer.describe().state_bytes_here == 0
-    training.iterate(4)
-    before = training.optimizer.describe()
-    training.iterate()
-    said = training.optimizer.describe()
-    plan, nbytes = training.optimizer.plan, sum(param.nbytes for param in training.params)
-    assert isinstance(said, OptimizerDescription)
-    assert (said.optimizer, said.rank, said.world_size) == ("Adam", rank, world_size)
-    assert [tensor.owners for tensor in said.tensors] == list(plan.owners)
-    assert [tensor.name for tensor in said.tensors] == [spec.name for spec in plan.tensors]
-    assert sum(tensor.nbytes for tensor in said.tensors) == nbytes
-    # Two numbers per element, and the step.
-    assert [t.state_bytes for t in said.tensors] == [2 * t.nbytes + 4 for t in said.tensors]
-    assert sum(t.state_bytes_here for t in said.tensors) == said.state_bytes_here
-    assert said.state_bytes_here == 2 * said.owned_bytes + 4 * len(plan.of_rank(rank))
-    sent = {kind: said.traffic[kind].bytes_sent - before.traffic[kind].bytes_sent for kind in said.traffic}
-    assert said.step_bytes == sent["broadcast"]
-    assert not said.shards_gradients
-    if hook == "reduce_to_owner_hook":
-        assert said.gradient_bytes_here == nbytes
-        assert sorted(index for bucket in said.buckets for index in bucket.tensors) == [*range(len(plan.tensors))]
-        assert sum(bucket.nbytes for bucket in said.buckets) == nbytes
-        assert said.backward_bytes == sent["reduce"]
-    else:
-        assert said.buckets == ()
-    read = json.loads(json.dumps(dataclasses.asdict(said)))
-    assert read["tensors"][0]["shape"] == list(training.params[0].shape)
-    assert read["traffic"]["broadcast"]["bytes_sent"] == said.traffic["broadcast"].bytes_sent
-    assert str(training.optimizer) == f"ZeroRedundancyOptimizer of {said.to_text()}"
-
-
-@pytest.mark.by_default("2-whole | 3-split")
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("partition", ["whole", "split"])
-def test_a_description_of_sharded_gradients(rank: int, world_size: int, partition: str) -> None:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    # The optimizer has them in another order than they run.
-    last, *others = [(name, param) for name, param in model.named_parameters() if name.endswith("weight")]
-    named, nbytes = [*others, last], 4 * 64 * 64
-    for layer in model:
-        layer.bias.requires_grad_(False)
-    optimizer = ZeroRedundancyOptimizer(named, optim.SGD, lr=0.1, partition=cutting(partition))
-    assert not optimizer.describe().shards_gradients
-    shard_gradients(model, optimizer, bucket_mb=2.5 * nbytes / 2**20)
-    for _ in range(2):
-        before = optimizer.describe()
-        model(torch.ones(1, 64)).sum().backward()
-    said, plan = optimizer.describe(), optimizer.plan
-    # Buckets are in the order in which backward makes gradients: the first tensor of the optimizer is that of layer 1.
-    assert [bucket.tensors for bucket in said.buckets] == [(2, 1), (0, 3)]
-    assert [bucket.nbytes for bucket in said.buckets] == [2 * nbytes, 2 * nbytes]
-    for bucket in said.buckets:
-        parts = dict(zip(bucket.owners, bucket.parts, strict=True))
-        shards = [shard for tensor in bucket.tensors for shard in plan.of_tensor(tensor)]
-        assert parts == {owner: 4 * sum(s.numel for s in shards if s.rank == owner) for owner in bucket.owners}
-        assert sum(bucket.parts) == bucket.nbytes
-    assert said.shards_gradients
-    assert said.gradient_bytes_here == said.owned_bytes
-    assert said.transient_bytes == 4 * nbytes
-    assert said.backward_bytes == said.traffic["reduce"].bytes_sent - before.traffic["reduce"].bytes_sent
-    assert "gradients are sharded: " in said.to_text()
-    assert f"and at most {format_bytes(4 * nbytes)} on their way" in str(optimizer)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_descriptions_of_two_optimizers() -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    model = small_model()
-    ours = [ZeroRedundancyOptimizer(list(model.parameters())[n::2], optim.SGD, lr=0.1) for n in range(2)]
-    for optimizer in ours:
-        set_gradients(model.parameters(), 0)
-        optimizer.step()
-    numbers = [len(optimizer.describe().tensors) for optimizer in ours]
-    assert sum(numbers) == len(list(model.parameters()))
-    assert [optimizer.describe().traffic["broadcast"].bytes_sent for optimizer in ours] == [
-        optimizer.describe().step_bytes for optimizer in ours
-    ]

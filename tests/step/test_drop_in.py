@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import FLAG, each_of
 from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from torch import nn, optim
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.join import Join
 
 TUTORIAL = """
 import torch
@@ -47,9 +47,8 @@ weights = [parameter.detach() for parameter in ddp_model.parameters()]
 """
 
 
-@pytest.mark.by_default("2-False | 3-True")
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("view", FLAG, ids=["params", "views"])
 def test_a_tutorial_script_runs_with_the_import_line_changed(rank: int, view: bool) -> None:
     results: list[dict[str, Any]] = []
     for module in ("torch.distributed.optim", "zeroshard"):
@@ -96,37 +95,8 @@ def test_attributes_and_default_partition_are_torchs(rank: int, world_size: int)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(0, id="as many inputs"),
-        pytest.param(2, id="fewer inputs on rank 0"),
-    ],
-)
-def test_join_trains_as_the_unsharded_optimizer_does(rank: int, more: int) -> None:
-    models = [DistributedDataParallel(small_model()) for _ in range(2)]
-    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.SGD, lr=0.01)
-    plain = optim.SGD(models[1].parameters(), lr=0.01)
-    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
-        torch.manual_seed(rank)
-        with Join(joinables):
-            for _ in range(3 + more * rank):
-                optimizer.zero_grad()
-                model(torch.randn(4, 40)).square().sum().backward()
-                optimizer.step()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.by_default("2-whole-gradient_as_bucket_view | 2-whole-static_graph | 2-split-find_unused_parameters")
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    "options",
-    [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-def test_under_every_kind_of_ddp(rank: int, options: dict[str, bool], partition: str) -> None:
+@each_of("option", ["gradient_as_bucket_view", "find_unused_parameters", "static_graph"], partition=["whole", "split"])
+def test_it_trains_under_every_kind_of_ddp(rank: int, option: str, partition: str) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -135,9 +105,9 @@ def test_under_every_kind_of_ddp(rank: int, options: dict[str, bool], partition:
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             output: torch.Tensor = self.used(inputs)
-            return output if "find_unused_parameters" in options else output + self.unused(inputs)
+            return output if option == "find_unused_parameters" else output + self.unused(inputs)
 
-    models = [DistributedDataParallel(Branches(), **options) for _ in range(2)]
+    models = [DistributedDataParallel(Branches(), **{option: True}) for _ in range(2)]
     optimizers = [
         ZeroRedundancyOptimizer(models[0].parameters(), optim.AdamW, partition=cutting(partition), lr=0.01),
         optim.AdamW(models[1].parameters(), lr=0.01),
@@ -147,7 +117,7 @@ def test_under_every_kind_of_ddp(rank: int, options: dict[str, bool], partition:
             torch.manual_seed(10 * step + rank)
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             # DDP itself cannot accumulate under a static graph.
-            if "static_graph" not in options:
+            if option != "static_graph":
                 with model.no_sync():
                     model(torch.randn(4, 40)).square().mean().backward()
             model(torch.randn(4, 40)).square().mean().backward()
@@ -157,7 +127,7 @@ def test_under_every_kind_of_ddp(rank: int, options: dict[str, bool], partition:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_averaging_of_models_and_group_destruction(rank: int) -> None:
+def test_models_can_be_averaged_and_the_group_destroyed(rank: int) -> None:
     pair = twins()
     group = dist.new_group()
     sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, process_group=group)

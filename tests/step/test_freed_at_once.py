@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import FLAG, each_of
 from support.ddp_by_collectives import STEPPING, without_tags
 from support.ddp_training import HOOKS, MANY_BUCKETS, batch, register, steps_in_backward
 from support.training import small_model
@@ -65,14 +66,9 @@ def left(seen: References) -> list[str]:
     return [name for name, reference in seen.items() if reference() is not None]
 
 
-@pytest.mark.by_default(
-    "2-messages-none | 2-messages-hook_with_zero_step_interleaved | 2-collectives-reduce_to_owner_hook | "
-    "2-memory-hook_with_zero_step"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["none", *HOOKS])
-@pytest.mark.parametrize("by", ["messages", "collectives", "memory"])
-def test_after_training(hook: str, by: str) -> None:
+@each_of("hook", ["none", *HOOKS], by=["messages", "collectives", "memory"])
+def test_nothing_is_left_after_training(hook: str, by: str) -> None:
     def use() -> References:
         with without_tags() if by == "collectives" else contextlib.nullcontext():
             ddp, optimizer = made(hook, large_model() if by == "memory" else small_model())
@@ -87,8 +83,8 @@ def test_after_training(hook: str, by: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("fails", [False, True])
-def test_after_a_join_context(fails: bool) -> None:
+@pytest.mark.parametrize("fails", FLAG, ids=["ends", "raises"])
+def test_nothing_is_left_after_a_join_context(fails: bool) -> None:
     def use() -> References:
         ddp, optimizer = made("none", small_model())
         with contextlib.suppress(ZeroDivisionError), Join([ddp, optimizer]):

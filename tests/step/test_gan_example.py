@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.combinations import FLAG, each_of
 from support.training import assert_bitwise_equal, cutting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,9 +73,7 @@ def assert_same(sharded: Gan, plain: Gan, when: str) -> None:
         assert_replicas_equal(ours.parameters())
 
 
-@pytest.mark.by_default("2--whole | 2-find_unused_parameters-split")
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+@each_of("partition", ["whole", "split"], unused=FLAG)
 def test_the_example_trains_as_without_sharding(rank: int, partition: str, unused: bool) -> None:
     sharded, plain = (Gan(kind, find_unused_parameters=unused) for kind in (partition, None))
     for number in range(5):

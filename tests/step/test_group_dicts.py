@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import LAYOUTS
+from support.refusals import Run
+from support.training import cutting, set_gradients
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
+from zeroshard_testing import assert_replicas_equal
 
 
 def four() -> list[nn.Parameter]:
@@ -23,7 +27,7 @@ def step(params: list[nn.Parameter], optimizer: optim.Optimizer) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("is_added", [False, True], ids=["constructor", "add_param_group"])
-def test_a_learning_rate_in_a_dict_that_the_script_has_kept(is_added: bool) -> None:
+def test_a_learning_rate_is_read_from_the_dict_that_the_script_has_kept(is_added: bool) -> None:
     params, reference = four(), four()
     kept: dict[str, Any] = {"params": params[2:], "lr": 0.5}
     groups = [{"params": params[:2]}, kept]
@@ -100,7 +104,7 @@ def test_the_inner_optimizers_state_dict_has_this_ranks_shards(rank: int) -> Non
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_group_that_the_script_puts_in_place_of_another() -> None:
+def test_a_group_may_be_put_in_place_of_another() -> None:
     params, reference = four(), four()
     sharded, plain = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1), optim.SGD(reference, lr=0.1)
     for optimizer in (sharded, plain):
@@ -108,3 +112,22 @@ def test_a_group_that_the_script_puts_in_place_of_another() -> None:
     step(params, sharded)
     step(reference, plain)
     assert all(map(torch.equal, params, reference))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@LAYOUTS
+def test_members_that_one_rank_has_exchanged_are_an_error_on_every_rank(
+    rank: int, partition: str, as_bucket_view: bool
+) -> None:
+    run = Run(partition=cutting(partition), parameters_as_bucket_view=as_bucket_view)
+    members = run.sharded.param_groups[0]["params"]
+    if rank == 1:
+        members[0], members[1] = members[1], members[0]
+    set_gradients(run.model.parameters(), 5)
+    with pytest.raises(RuntimeError, match=r"^rank 1: the members of param_groups"):
+        run.sharded.step()
+    assert_replicas_equal(run.model.parameters())
+    if rank == 1:
+        members[0], members[1] = members[1], members[0]
+    run.step(1, first=6)
+    assert_replicas_equal(run.model.parameters())

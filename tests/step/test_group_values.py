@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.ddp_training import batch, register, steps_in_backward
-from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
+from support.combinations import FLAG, each_of
+from support.ddp_training import HOOKS, batch, register, steps_in_backward
+from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, train, twins
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import run_on_ranks
 
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "level"])
+EVERY_PARTITION = pytest.mark.parametrize("partition", ["whole", "split", "level"])
 
 
 class Counting(optim.Optimizer):
@@ -49,22 +50,8 @@ def without_members(groups: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def train(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        set_gradients(module.parameters(), step)
-        optimizer.step()
-
-
-@pytest.mark.by_default(
-    "2-False-none-whole | 2-False-hook_with_zero_step-level | 2-True-reduce_to_owner_hook-split | "
-    "2-True-hook_with_zero_step_interleaved-whole"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize(
-    "hook", ["none", "reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
-)
-@pytest.mark.parametrize("as_bucket_view", [False, True])
+@each_of("hook", ["none", *HOOKS], partition=["whole", "split", "level"], as_bucket_view=FLAG)
 def test_every_rank_has_the_values_of_a_plain_optimizer(
     rank: int, hook: str, partition: str, as_bucket_view: bool
 ) -> None:
@@ -95,8 +82,8 @@ def test_every_rank_has_the_values_of_a_plain_optimizer(
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@PARTITIONS
-def test_with_master_weights(partition: str) -> None:
+@EVERY_PARTITION
+def test_steps_are_counted_with_master_weights(partition: str) -> None:
     model = small_model().bfloat16()
     sharded = ZeroRedundancyOptimizer(group_each(model), Counting, partition=cutting(partition), master_weights=True)
     train(model, sharded, range(2))
@@ -132,12 +119,39 @@ def resume(file: Path, partition: str, from_rank: int | None) -> list[dict[str, 
     return loaded
 
 
-@PARTITIONS
+@EVERY_PARTITION
 def test_a_file_is_loaded_at_any_number_of_ranks(tmp_path: Path, partition: str) -> None:
     run_on_ranks(save, 3, tmp_path / "file", partition)
     for world_size, from_rank in ((1, None), (2, 0), (4, None)):
         loaded = run_on_ranks(resume, world_size, tmp_path / "file", partition, from_rank)
         assert [group["step"] for group in loaded[-1]] == [3] * 9
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_values_of_one_of_several_classes_are_saved_and_loaded(rank: int) -> None:
+    (model, reference), (resumed, _) = twins(), twins()
+    first, *others = group_each(reference)
+    plain = [optim.AdamW([first]), Counting(others)]
+
+    def built(module: nn.Module) -> ZeroRedundancyOptimizer:
+        first, *others = group_each(module)
+        return ZeroRedundancyOptimizer([{**first, "optimizer_class": optim.AdamW}, *others], Counting)
+
+    def check(module: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: range) -> None:
+        for step in steps:
+            train(module, optimizer, [step])
+            set_gradients(reference.parameters(), step)
+            for each in plain:
+                each.step()
+        assert_bitwise_equal(module, reference, f"after {steps}")
+        assert without_members(optimizer.param_groups[1:]) == without_members(plain[1].param_groups)
+
+    sharded, loaded = built(model), built(resumed)
+    check(model, sharded, range(3))
+    sharded.consolidate_state_dict(to=0)
+    resumed.load_state_dict(model.state_dict())
+    loaded.load_state_dict(sharded.state_dict() if rank == 0 else {}, from_rank=0)
+    check(resumed, loaded, range(3, 5))
 
 
 class CountingEverywhere(Counting):
@@ -253,7 +267,7 @@ class Warming(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_keys_that_go_tensors_that_grow_and_numbers_of_numpy() -> None:
+def test_keys_may_go_tensors_may_grow_and_numbers_may_be_of_numpy() -> None:
     params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     groups = [{"params": [param], "warm": True} for param in params]
     sharded = ZeroRedundancyOptimizer(groups, Warming, lr=0.1, coupled="allow")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zeroshard.guard
+from support.checkpointing import matrices
 from support.ddp_training import register
 from support.training import (
     ELEMENTWISE_OPTIMIZERS,
@@ -16,6 +17,7 @@ from support.training import (
     assert_same_state,
     cutting,
     set_gradients,
+    twin_optimizers,
     twins,
 )
 from torch import nn, optim
@@ -27,12 +29,6 @@ CLASSES = {name: item for name, item in ELEMENTWISE_OPTIMIZERS.items() if name =
 CLASSES |= {"Adafactor": (optim.Adafactor, {}), "Muon": (optim.Muon, {}), "SGD": (optim.SGD, {"momentum": 0.9})}
 ONLY_WHOLE = "captured in a CUDA graph only over the backend 'nccl', and if no tensor is cut"
 WAYS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"maximize": True}, {"capturable": True}]
-
-
-def matrices() -> nn.Module:
-    """Muon takes nothing else."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 64, bias=False), nn.Linear(64, 30, bias=False), nn.Linear(30, 3, bias=False))
 
 
 def on_all_devices() -> Any:
@@ -58,7 +54,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> str:
 @on_all_devices()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 @pytest.mark.parametrize("name", CLASSES)
-def test_as_unsharded(rank: int, name: str, way: dict[str, Any]) -> None:
+def test_each_implementation_is_taken_as_unsharded(rank: int, name: str, way: dict[str, Any]) -> None:
     optimizer_class, settings = CLASSES[name]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     model, reference = (each.to(device) for each in twins(matrices))
@@ -113,10 +109,7 @@ def test_a_simulated_capture_is_refused_on_every_rank(
     rank: int, captures: list[int], partition: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reference = twins(matrices)
-    sharded, plain = (
-        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition)),
-        optim.AdamW(reference.parameters(), lr=1e-2),
-    )
+    sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition, lr=0.01)
     train(model, sharded, range(1))
     with monkeypatch.context() as simulated:
         simulated.setattr(zeroshard.guard, "is_captured", lambda _: rank in captures)

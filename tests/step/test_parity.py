@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from support.checkpointing import matrices
+from support.combinations import LAYOUTS, VIEWS
 from support.training import (
     DENSE_OPTIMIZERS,
     ELEMENTWISE_OPTIMIZERS,
     EVERYWHERE,
     assert_bitwise_equal,
     assert_same_state,
-    cutting,
     set_gradients,
     small_model,
+    twin_optimizers,
     twins,
 )
 from torch import optim
@@ -43,27 +47,25 @@ def check_parity(optimizer_class: type[optim.Optimizer], settings: dict[str, Any
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.by_default(
-    "2-ASGD-params | 2-Adafactor-params | 2-Adam-params | 2-AdamW-params | 2-AdamW-fused-params | "
-    "2-NAdam-params | 2-RMSprop-params | 2-SGD-params | 3-Adadelta-views | 3-Adagrad-views | "
-    "3-Adam-amsgrad-views | 3-AdamW-foreach-views | 3-Adamax-views | 3-RAdam-views | 3-Rprop-views | "
-    "3-SGD-momentum-views"
-)
+def of_every_class(names: Iterable[str]) -> pytest.MarkDecorator:
+    """By default, each class on 2 ranks without views or on 3 ranks with views, in turn."""
+    layouts = itertools.cycle([(2, "params"), (3, "views")])
+    cases = [f"{size}-{name}-{views}" for name, (size, views) in zip(names, layouts, strict=False)]
+    return pytest.mark.by_default(" | ".join(cases))
+
+
+@of_every_class(DENSE_OPTIMIZERS)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
 def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     optimizer_class, settings = DENSE_OPTIMIZERS[name]
     check_parity(optimizer_class, settings, rank, parameters_as_bucket_view=as_bucket_view)
 
 
-@pytest.mark.by_default(
-    "2-ASGD-params | 2-Adagrad-params | 2-Adam-amsgrad-params | 2-AdamW-foreach-params | 2-Adamax-params | "
-    "2-RAdam-params | 2-Rprop-params | 2-SGD-momentum-params | 3-Adadelta-views | 3-Adam-views | 3-AdamW-views | "
-    "3-AdamW-fused-views | 3-NAdam-views | 3-RMSprop-views | 3-SGD-views"
-)
+@of_every_class(ELEMENTWISE_OPTIMIZERS)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 @pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
 def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     optimizer_class, settings = ELEMENTWISE_OPTIMIZERS[name]
@@ -72,15 +74,10 @@ def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
 
 @pytest.mark.by_default("2-params | 3-views")
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-def test_muon_on_matrices(as_bucket_view: bool) -> None:
-    def matrices() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(5)])
-
+@VIEWS
+def test_muon_equals_one_process(as_bucket_view: bool) -> None:
     model, reference = twins(matrices)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Muon, parameters_as_bucket_view=as_bucket_view, lr=0.01)
-    plain = optim.Muon(reference.parameters(), lr=0.01)
+    sharded, plain = twin_optimizers((model, reference), optim.Muon, as_bucket_view=as_bucket_view, lr=0.01)
     for step in range(STEPS):
         set_gradients(model.parameters(), step)
         set_gradients(reference.parameters(), step)
@@ -93,14 +90,13 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
 @pytest.mark.by_default("2-SparseAdam | 2-Adagrad | 3-SGD")
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("optimizer_class", [optim.SparseAdam, optim.SGD, optim.Adagrad])
-def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
+def test_sparse_gradients_are_stepped_as_in_one_process(optimizer_class: type[optim.Optimizer]) -> None:
     def embeddings() -> torch.nn.Module:
         torch.manual_seed(0)
         return torch.nn.ModuleList([torch.nn.Embedding(50 + i, 8, sparse=True) for i in range(3)])
 
     model, reference = twins(embeddings)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1)
-    plain = optimizer_class(reference.parameters(), lr=0.1)
+    sharded, plain = twin_optimizers((model, reference), optimizer_class, lr=0.1)
     for step in range(STEPS):
         for module in (model, reference):
             torch.manual_seed(step)
@@ -111,16 +107,11 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
-@pytest.mark.by_default("4-params-whole | 4-views-split")
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
+@LAYOUTS
+def test_there_may_be_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(lambda: torch.nn.Linear(5, 3))
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
-    plain = optim.AdamW(reference.parameters())
+    sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition, as_bucket_view)
     assert len(sharded.plan.tensors) < world_size
     for step in range(STEPS):
         set_gradients(model.parameters(), step)
@@ -133,13 +124,12 @@ def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_one_rank_owns_everything_that_is_trainable(rank: int) -> None:
+def test_one_rank_may_own_everything_that_is_trainable(rank: int) -> None:
     model, reference = twins(small_model)
     for module in (model, reference):
         for param in list(module.parameters())[:-1]:
             param.requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=True)
-    plain = optim.Adam(reference.parameters())
+    sharded, plain = twin_optimizers((model, reference), optim.Adam, as_bucket_view=True)
     for step in range(STEPS):
         set_gradients(model.parameters(), step)
         set_gradients(reference.parameters(), step)

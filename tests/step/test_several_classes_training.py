@@ -6,34 +6,28 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from support.combinations import each_of
 from support.ddp_training import HOOKS, assert_close, register
-from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
-from support.two_classes import groups_of, language_model, parted, separate, sharded, small_gpt, step_all
+from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, twins
+from support.two_classes import language_model, parted, separate, sharded, small_gpt, step_all
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, split_state_dict
+from zeroshard import AveragedParameters, split_state_dict
 from zeroshard.plan import layout
-from zeroshard_core import level
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 LOOPS = ("none", *HOOKS)
 """No communication hook, and those of zeroshard_integrations.ddp; all but the first two step during backward."""
+
 
 EVERY_LOOP = pytest.mark.parametrize("hook", LOOPS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", ["whole", "level"])
@@ -159,13 +153,9 @@ def train(sides: Sides, steps: int, *, exact: bool = True, replicated: bool = Fa
     assert not norms or max(norms) > MAX_NORM
 
 
-@pytest.mark.by_default(
-    "2-12-whole-none | 2-12-whole-hook_with_zero_step | 2-12-level-reduce_to_owner_hook | "
-    "2-12-level-hook_with_zero_step_interleaved"
-)
+@pytest.mark.exhaustive_at(3, 4)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@EVERY_LOOP
-@EVERY_PARTITION
+@each_of("hook", LOOPS, partition=["whole", "level"])
 @STEPS
 def test_each_rank_has_batches_of_its_own(hook: str, partition: str, steps: int, world_size: int) -> None:
     # A sum of two gradients has no order. Of three it has, and the norm of a cut tensor is taken in parts: such
@@ -183,15 +173,10 @@ def test_all_ranks_have_the_same_batches(hook: str) -> None:
     train(Sides(hook, dtype=torch.float64), 50, replicated=True)
 
 
-@pytest.mark.by_default(
-    "2-torch.float32-12-whole-none | 2-torch.float32-12-whole-hook_with_zero_step | "
-    "3-torch.bfloat16-12-level-reduce_to_owner_hook | 3-torch.bfloat16-12-level-hook_with_zero_step_interleaved"
-)
+@pytest.mark.exhaustive_at(3, 4)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@EVERY_LOOP
-@EVERY_PARTITION
+@each_of("hook", LOOPS, partition=["whole", "level"], dtype=[torch.float32, torch.bfloat16])
 @STEPS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replicas_are_equal_in_other_dtypes(hook: str, partition: str, steps: int, dtype: torch.dtype) -> None:
     sides = Sides(hook, partition, dtype=dtype, master_weights=dtype == torch.bfloat16)
     for group in sides.optimizer.param_groups:
@@ -206,66 +191,6 @@ def test_replicas_are_equal_in_other_dtypes(hook: str, partition: str, steps: in
         assert_replicas_equal(sides.model.parameters())
     assert losses[-1] < losses[0]
 
-
-# ---------------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.by_default("3-consolidated-whole | 3-nested-level | 3-flat-whole")
-@pytest.mark.ranks(3, backend=EVERYWHERE)
-@EVERY_PARTITION
-@pytest.mark.parametrize("way", ["consolidated", "nested", "flat"])
-def test_saved_at_three_ranks_and_resumed_at_two_and_by_separate_optimizers(
-    rank: int, partition: str, way: str, ranks_tmp_path: Path
-) -> None:
-    path, options = ranks_tmp_path / "saved", StateDictOptions(flatten_optimizer_state_dict=way == "flat")
-    two, one = dist.new_group([0, 1]), dist.new_group([0])
-    model, reference = twins(small_gpt)
-    optimizer, plain = sharded(model, partition=partition), separate(reference)
-
-    def steps(of: nn.Module, optimizers: list[Any], begin: int) -> None:
-        for step in range(begin, begin + 3):
-            optimizers[0].param_groups[0]["momentum"] = 0.85 + 0.02 * step
-            step_all(of, optimizers, step)
-
-    steps(model, [optimizer], 0)
-    steps(reference, plain, 0)
-    if way == "consolidated":
-        optimizer.consolidate_state_dict(to=2)
-        if rank == 2:
-            torch.save(optimizer.state_dict(), path)
-    else:
-        dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=path)
-    dist.barrier()
-
-    def resume(of: nn.Module, optimizers: list[Any], group: dist.ProcessGroup) -> None:
-        if way != "consolidated":
-            found = get_optimizer_state_dict(of, optimizers, options=options)
-            dcp.load(found, checkpoint_id=path, process_group=group)
-            set_optimizer_state_dict(of, optimizers, found, options=options)
-            return
-        state_dict = torch.load(path, weights_only=True)
-        parts = [state_dict] if len(optimizers) == 1 else split_state_dict(state_dict, [0, 1, 1])
-        for each, part in zip(optimizers, parts, strict=True):
-            each.load_state_dict(part)
-
-    resumed, alone = (copy.deepcopy(model) for _ in range(2))
-    steps(reference, plain, 3)
-    if rank < 2:
-        smaller = sharded(resumed, process_group=two, partition=partition)
-        resume(resumed, [smaller], two)
-        steps(resumed, [smaller], 3)
-        assert_bitwise_equal(resumed, reference, "resumed at two ranks")
-        smaller.consolidate_state_dict(to=0)
-    if rank == 0:
-        for part, each in zip(split_state_dict(smaller.state_dict(), [0, 1, 1]), plain, strict=True):
-            assert_same_state(part, each.state_dict())
-        others = separate(alone)
-        resume(alone, others, one)
-        steps(alone, others, 3)
-        assert_bitwise_equal(alone, reference, "resumed by separate optimizers")
-
-
-# ---------------------------------------------------------------------- around step()
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer, slice], Any]] = {
     "LambdaLR": lambda optimizer, groups: lr_scheduler.LambdaLR(optimizer, RATES[groups]),
@@ -286,7 +211,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer, slice], Any]] = {
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, rank: int) -> None:
+def test_schedulers_set_the_rates_of_each_group(name: str, rank: int) -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model), separate(reference)
     groups = zip([optimizer, *plain], (slice(3), slice(1), slice(1, 3)), strict=True)
@@ -307,11 +232,9 @@ def test_schedulers(name: str, rank: int) -> None:
             assert_same_state(part, each.state_dict())
 
 
-@pytest.mark.by_default("2-0-whole-none | 2-2-whole-none | 3-1-level-reduce_to_owner_hook")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize("hook", LOOPS[:2])
-@EVERY_PARTITION
-@pytest.mark.parametrize("group", range(3))
+@each_of("group", range(3), partition=["whole", "level"], hook=LOOPS[:2])
 def test_an_infinity_in_one_group_on_one_rank_skips_the_step_of_all(
     rank: int, world_size: int, hook: str, partition: str, group: int
 ) -> None:
@@ -341,16 +264,15 @@ def test_an_infinity_in_one_group_on_one_rank_skips_the_step_of_all(
     assert scales == [2.0**power for power in (10, 11, 10, 10, 11, 11)]
 
 
-@pytest.mark.by_default(
-    "2-none-whole-0 | 2-reduce_to_owner_hook-whole-1 | 2-reduce_to_owner_hook-whole-2 | 2-none-level-0"
-)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("hook", "partition", "group"),
     [
-        *[(hook, "whole", group) for hook in LOOPS[:2] for group in range(3)],
-        # The norm of a cut tensor is taken in parts: its last bits may differ.
-        *[(hook, "level", 0) for hook in LOOPS[:2]],
+        ("none", "whole", 0),
+        ("reduce_to_owner_hook", "whole", 1),
+        ("reduce_to_owner_hook", "whole", 2),
+        # The norm of a cut tensor is taken in parts, and its last bits may differ: the tensors of group 0 are whole.
+        ("none", "level", 0),
     ],
 )
 def test_the_gradients_of_one_group_are_clipped(hook: str, partition: str, group: int) -> None:
@@ -369,7 +291,7 @@ def test_the_gradients_of_one_group_are_clipped(hook: str, partition: str, group
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_PARTITION
-def test_uneven_inputs(rank: int, partition: str) -> None:
+def test_inputs_may_be_uneven(rank: int, partition: str) -> None:
     sides, lengths = Sides("none", partition), [5, 2]
     with Join([sides.ddp, sides.optimizer]):
         for step in range(lengths[rank]):
@@ -387,10 +309,9 @@ def test_uneven_inputs(rank: int, partition: str) -> None:
 
 
 # Compiling takes long where others compute too.
-@pytest.mark.by_default("2-none")
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
 @pytest.mark.parametrize("hook", ["none", *[pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS]])
-def test_a_compiled_model(hook: str) -> None:
+def test_a_compiled_model_trains_as_without_sharding(hook: str) -> None:
     torch._dynamo.reset()
     sides = Sides(hook, "level", compiles=True)
     for step in range(4):
@@ -398,10 +319,10 @@ def test_a_compiled_model(hook: str) -> None:
         sides.check(f"after step {step}")
 
 
-@pytest.mark.by_default("2-none | 2-reduce_to_owner_hook | 2-hook_with_zero_step | 2-hook_with_zero_step_interleaved")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_LOOP
-def test_averages(hook: str, world_size: int) -> None:
+def test_averages_equal_those_of_one_process(hook: str, world_size: int) -> None:
     exact = world_size == 2
     sides = Sides(hook, "level", matrices=optim.Muon if exact else PreciseMuon, dtype=torch.float64)
     average = AveragedParameters(sides.optimizer, get_ema_multi_avg_fn(0.9))
@@ -419,13 +340,8 @@ def test_averages(hook: str, world_size: int) -> None:
         sides.check(f"after step {step}", exact=exact)
 
 
-@pytest.mark.by_default(
-    "2-whole-none | 2-whole-hook_with_zero_step | 2-level-reduce_to_owner_hook | "
-    "2-level-hook_with_zero_step_interleaved"
-)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@EVERY_LOOP
-@EVERY_PARTITION
+@each_of("hook", LOOPS, partition=["whole", "level"])
 def test_a_group_of_a_third_class_is_added_under_a_hook(hook: str, partition: str) -> None:
     sides = Sides(hook, partition)
     sides.iterate(0)
@@ -444,132 +360,3 @@ def test_a_group_of_a_third_class_is_added_under_a_hook(hook: str, partition: st
         sides.step()
         sides.check(f"after step {step}")
         assert torch.equal(ours, theirs)
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-def absent(*arguments: Any, **keywords: Any) -> optim.Optimizer:
-    """As a class whose module one rank has not got."""
-    raise ImportError("no module named 'muon_kernels'")
-
-
-def matrices(*sizes: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(size, 8)) for size in sizes]
-
-
-BAD_GROUPS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
-    "tensors that its class cannot take": (
-        lambda: {"params": [nn.Parameter(torch.ones(3))], "optimizer_class": optim.Muon},
-        ValueError,
-        "Muon only supports 2D parameters",
-    ),
-    "a class that cannot be imported": (
-        lambda: {"params": matrices(4), "optimizer_class": absent},
-        ImportError,
-        "no module named 'muon_kernels'",
-    ),
-    "an instance": (
-        lambda: {"params": matrices(4), "optimizer_class": optim.SGD(matrices(4))},
-        TypeError,
-        "must be an optimizer class, but got SGD",
-    ),
-    "an unknown cost": (
-        lambda: {"params": matrices(4), "cost": "newton_schulz"},
-        TypeError,
-        "`cost` of a param group must be a function .* but is 'newton_schulz'",
-    ),
-    "a cost that is no number": (
-        lambda: {"params": matrices(4), "optimizer_class": optim.Muon, "cost": lambda spec: "heavy"},
-        TypeError,
-        "should be a number, but is 'heavy'",
-    ),
-    "a dict of costs without the tensor": (
-        lambda: {"params": matrices(4), "optimizer_class": optim.Muon, "cost": {}},
-        ValueError,
-        "the dict of costs has no tensor",
-    ),
-    "arguments that its class does not take": (
-        lambda: {"params": matrices(4), "optimizer_class": optim.Muon, "optimizer_defaults": {"betas": (0, 0)}},
-        TypeError,
-        "unexpected keyword argument 'betas'",
-    ),
-}
-BAD = [
-    (name, where)
-    for name in BAD_GROUPS
-    for where in ("on all ranks", "on rank 1")
-    # Its owner finds out. If that is rank 0, it finds that it has another class itself.
-    if (name, where) != ("tensors that its class cannot take", "on rank 1")
-]
-
-
-@pytest.mark.by_default(
-    "2-whole-tensors that its class cannot take-on all ranks | 2-whole-an instance-on all ranks | "
-    "2-whole-a cost that is no number-on all ranks | "
-    "2-whole-arguments that its class does not take-on all ranks | "
-    "2-level-a class that cannot be imported-on rank 1 | 2-level-an unknown cost-on rank 1 | "
-    "2-level-a dict of costs without the tensor-on rank 1"
-)
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize(("name", "where"), BAD)
-@EVERY_PARTITION
-def test_a_group_that_cannot_be_used(rank: int, where: str, name: str, partition: str) -> None:
-    make, error, words = BAD_GROUPS[name]
-
-    def bad() -> dict[str, Any]:
-        made = make()
-        return made if where == "on all ranks" or rank == 1 else {"params": made["params"], "lr": 0.1}
-
-    model, reference = twins(language_model)
-    with pytest.raises(error, match=words) as caught:
-        ZeroRedundancyOptimizer([*groups_of(model), bad()], optim.AdamW, partition=partition)
-    assert where == "on all ranks" or "rank 1: " in str(caught.value)
-    optimizer, plain = sharded(model, partition=partition), separate(reference)
-    plan, groups = optimizer.plan, copy.deepcopy(optimizer.param_groups)
-    for step in range(3):
-        with pytest.raises(error, match=words):
-            optimizer.add_param_group(bad())
-        assert (optimizer.plan, optimizer.group_assignment) == (plan, [0, 1, 1])
-        assert [group.keys() for group in optimizer.param_groups] == [group.keys() for group in groups]
-        step_all(model, [optimizer], step)
-        step_all(reference, plain, step)
-        assert_bitwise_equal(model, reference, f"after step {step}")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_the_order_of_classes_differs_between_ranks(rank: int) -> None:
-    model, reference = twins(language_model)
-    hidden, outer, rest = parted(model)
-    classes = [optim.Muon, optim.AdamW, optim.SGD]
-    swapped = classes if rank == 0 else [classes[1], classes[0], classes[2]]
-    made = [
-        {"params": params, "optimizer_class": each, "lr": 0.1, "weight_decay": 0.0}
-        for params, each in zip((hidden, outer, rest), swapped, strict=True)
-    ]
-    with pytest.raises(RuntimeError, match=r"'Muon, AdamW, SGD' on rank 0 and 'AdamW, Muon, SGD' on rank 1"):
-        ZeroRedundancyOptimizer(made, optim.AdamW)
-    optimizer, plain = sharded(model), separate(reference)
-    for step in range(3):
-        with pytest.raises(RuntimeError, match=r"Muon.* on rank 0 and .*SGD.* on rank 1"):
-            optimizer.add_param_group({"params": matrices(4), "optimizer_class": classes[2 * rank]})
-        assert optimizer.group_assignment == [0, 1, 1]
-        step_all(model, [optimizer], step)
-        step_all(reference, plain, step)
-        assert_bitwise_equal(model, reference, f"after step {step}")
-
-
-@pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_cap_that_nothing_can_meet(rank: int) -> None:
-    # Of 15 rows, some rank holds 8: more than the mean, which AdamW's state for a scale is part of.
-    made = matrices(5, 5, 2, 2, 1)
-    scale = nn.Parameter(torch.ones(()))
-    groups = [{"params": made, "optimizer_class": optim.Muon}, {"params": [scale]}]
-    with pytest.raises(ValueError, match=r"tensors that stay whole put .* use level\(state_cap=1.041\) or more"):
-        ZeroRedundancyOptimizer(groups, optim.AdamW, partition=level(state_cap=1.0))
-    with pytest.raises(ValueError, match=r"rank 1: tensors that stay whole put .* use level\(state_cap=1.041\)"):
-        ZeroRedundancyOptimizer(groups, optim.AdamW, partition=level(state_cap=1.0 if rank else 1.041))
-    optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, partition=level(state_cap=1.041))
-    set_gradients([*made, scale], 0)
-    optimizer.step()
-    assert_replicas_equal([*made, scale])

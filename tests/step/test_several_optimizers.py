@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_one_steps_every_second_backward(partition: str) -> None:
+def test_one_of_two_optimizers_may_step_every_second_backward(partition: str) -> None:
     model = small_model().double()
     twin = copy.deepcopy(model)
     ddp, plain_ddp = DistributedDataParallel(model), DistributedDataParallel(twin)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ddp_training import Twins
+from support.combinations import FLAG, each_of
+from support.ddp_training import HOOKS, Twins
 from support.stand_ins import ScheduleFree
 from support.training import (
     EVERYWHERE,
@@ -87,14 +88,8 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first]}, {"params": others}]
 
 
-@pytest.mark.by_default(
-    "2-stand-in-whole-False | 2-of-itself-whole-False | 2-AdamWScheduleFree-loop-whole-False | "
-    "3-by-data-split-True | 3-AdamWScheduleFree-split-True | 3-SGDScheduleFree-split-True"
-)
-@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize("as_bucket_view", [False, True])
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.ranks(3, backend=EVERYWHERE)
+@each_of("name", CLASSES, partition=["whole", "split"], as_bucket_view=FLAG)
 def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, as_bucket_view: bool) -> None:
     kind, settings = CLASSES[name][0](), CLASSES[name][1]
     model, twin = twins()
@@ -133,15 +128,11 @@ def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, a
     iterate(10)
 
 
-@pytest.mark.by_default(
-    "2-stand-in-reduce_to_owner_hook-whole | 2-by-data-hook_with_zero_step-split | "
-    "2-AdamWScheduleFree-hook_with_zero_step_interleaved-whole | 2-SGDScheduleFree-reduce_to_owner_hook-split"
-)
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("hook", ["reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved"])
-@pytest.mark.parametrize("name", ["stand-in", "by-data", "AdamWScheduleFree", "SGDScheduleFree"])
-def test_with_communication_hooks(name: str, hook: str, partition: str) -> None:
+@each_of(
+    "name", ["stand-in", "by-data", "AdamWScheduleFree", "SGDScheduleFree"], hook=HOOKS, partition=["whole", "split"]
+)
+def test_schedule_free_optimizers_equal_one_process_with_a_hook(name: str, hook: str, partition: str) -> None:
     pair = Twins(hook, optimizer=CLASSES[name][0](), groups=two_groups, partition=partition)
     for seed in range(4):
         for _, optimizer in pair.sides:

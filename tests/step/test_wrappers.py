@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import each_of
 from support.stand_ins import WRAPPERS, CopyingWrapper, DelegatingWrapper, ForwardingWrapper, ScheduleFree
-from support.training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
+from support.training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twin_optimizers, twins
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -143,14 +144,8 @@ USES: tuple[Use, ...] = (
 )
 
 
-@pytest.mark.by_default(
-    "2-CopyingWrapper-add_a_group | 2-CopyingWrapper-hook_steps | 2-DelegatingWrapper-load | "
-    "2-ForwardingWrapper-set_the_state | 2-ForwardingWrapper-look | 3-CopyingWrapper-consolidate | "
-    "3-DelegatingWrapper-set_the_groups | 3-DelegatingWrapper-hook_state_dicts | 3-ForwardingWrapper-clip"
-)
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.ranks(3, backend="gloo")
+@each_of("use", USES, kind=WRAPPERS)
 def test_each_method_works_through_a_wrapper(kind: Any, use: Use) -> None:
     training = Training()
     training.step(training.sharded)
@@ -183,7 +178,7 @@ def test_a_wrapper_may_be_all_that_is_left(use: Use) -> None:
 def test_gradients_reach_their_owners_through_a_wrapper(kind: Any) -> None:
     model, twin = small_model(), small_model()
     ddp, plain_ddp = DistributedDataParallel(model), DistributedDataParallel(twin)
-    optimizer, plain = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam), optim.Adam(plain_ddp.parameters())
+    optimizer, plain = twin_optimizers((ddp, plain_ddp), optim.Adam)
     wrapper = kind(optimizer)
     wrapper.follow_backward(StepMode.IN_STEP)
     assert wrapper.takes_buckets
@@ -290,8 +285,6 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 optimizer = zeroshard.ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
 dist.destroy_process_group()
 """
-
-
 IMPORT = """
 import sys, warnings, zeroshard
 assert 'torch.distributed.optim' not in sys.modules

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.training import set_gradients
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -16,12 +16,6 @@ def matrices() -> nn.Sequential:
     """Only matrices, as Muon takes nothing else."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(*shape, bias=False) for shape in ((40, 64), (64, 300), (300, 7), (7, 1))])
-
-
-def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        set_gradients(model.parameters(), step)
-        optimizer.step()
 
 
 def saved(
@@ -44,3 +38,24 @@ def loaded(
         optim_state_dict=states["optimizer"],
         options=options,
     )
+
+
+def save_by(way: str, model: nn.Module, optimizer: Any, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Save by torch.distributed.checkpoint, "dcp", or in one file, "consolidated"."""
+    if way == "dcp":
+        saved(model, optimizer, path, group, flat=False)
+        return
+    optimizer.consolidate_state_dict()
+    if dist.get_rank(group) == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    dist.barrier(group)
+
+
+def load_by(way: str, model: nn.Module, optimizer: Any, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Load what `save_by` has saved."""
+    if way == "dcp":
+        loaded(model, optimizer, path, group, flat=False)
+        return
+    found = torch.load(path, weights_only=True)
+    optimizer.load_state_dict(found["optimizer"])
+    model.load_state_dict(found["model"])

@@ -13,7 +13,9 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_core import Strategy, split
+from zeroshard_testing import assert_replicas_equal
 
 EVERYWHERE = ["gloo", "emulated"]
 """Backends of tests that run on the CPU and, with the fixture ``tensors_on_the_device``, on the emulated device."""
@@ -60,6 +62,11 @@ def small_model() -> nn.Sequential:
     )
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
+
+
 def set_gradients(params: Iterable[torch.Tensor], seed: int, *, none: Collection[int] = ()) -> None:
     """Give every trainable parameter the gradient that belongs to ``seed``, and those at positions in ``none`` none."""
     generator = torch.Generator().manual_seed(seed)
@@ -75,6 +82,48 @@ def twins(make: Callable[[], nn.Module] = small_model) -> tuple[nn.Module, nn.Mo
     """Two equal models: one for the sharded optimizer, one for the reference."""
     model = make()
     return model, copy.deepcopy(model)
+
+
+def twin_optimizers(
+    pair: tuple[nn.Module, nn.Module],
+    optimizer_class: Callable[..., optim.Optimizer],
+    partition: str = "whole",
+    as_bucket_view: bool = False,
+    **settings: Any,
+) -> tuple[ZeroRedundancyOptimizer, optim.Optimizer]:
+    """Return a sharded optimizer of the first model, and the plain one of the other."""
+    how = {"partition": cutting(partition), "parameters_as_bucket_view": as_bucket_view}
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optimizer_class, **how, **settings)
+    return sharded, optimizer_class(pair[1].parameters(), **settings)
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        set_gradients(model.parameters(), step)
+        optimizer.step()
+
+
+def train_all(trained: Iterable[tuple[nn.Module, optim.Optimizer]], steps: Iterable[int]) -> None:
+    pairs = list(trained)
+    for step in steps:
+        for module, optimizer in pairs:
+            train(module, optimizer, [step])
+
+
+def train_equally(
+    pair: tuple[nn.Module, nn.Module],
+    optimizers: tuple[optim.Optimizer, optim.Optimizer],
+    steps: Iterable[int],
+    before_step: Callable[[nn.Module], object] = lambda module: None,
+) -> None:
+    """Step both models with the same gradients, the first by a sharded optimizer, and compare them after each step."""
+    for step in steps:
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            set_gradients(module.parameters(), step)
+            before_step(module)
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+        assert_replicas_equal(pair[0].parameters())
 
 
 def two_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
 
 _HOOKS = "tests/emulated/test_ddp_cuda.py"
 _PARITY, _ALL = "test_parity and views", "exhaustive or not exhaustive"
-_TRANSFERS = ("tests/checkpoint/test_state_transfer.py", "tests/step/test_implementations.py")
+_TRANSFERS = ("tests/comm/test_state_transfer.py", "tests/step/test_implementations.py")
 _ONCE = ("--iterations=1", "--rounds=1")
 _NO_NCCL = "no GPU, and NCCL needs one"
 _GRAPH: Any = {"without_gpu": "no GPU, and the CPU has no CUDA graphs"}

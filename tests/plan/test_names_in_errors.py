@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.ddp_training import batch
+from support.combinations import FLAG
+from support.ddp_training import HOOKS, batch, register, steps_in_backward
 from support.training import cutting, set_gradients, small_model
 from torch import nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_owner
 from zeroshard_testing import raises_on
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("named", [True, False])
-def test_a_sparse_gradient_of_a_cut_tensor(named: bool) -> None:
+@pytest.mark.parametrize("named", FLAG, ids=["unnamed", "named"])
+def test_a_sparse_gradient_of_a_cut_tensor_is_named(named: bool) -> None:
     model = nn.Sequential(nn.Embedding(400, 64, sparse=True))
     params = model.named_parameters() if named else model.parameters()
     optimizer = ZeroRedundancyOptimizer(params, optim.SGD, partition=cutting("split"), lr=0.1)
@@ -26,24 +25,21 @@ def test_a_sparse_gradient_of_a_cut_tensor(named: bool) -> None:
         optimizer.step()
 
 
-def with_a_hook(mode: str) -> tuple[nn.Module, DistributedDataParallel, ZeroRedundancyOptimizer]:
+def with_a_hook(hook: str) -> tuple[nn.Module, DistributedDataParallel, ZeroRedundancyOptimizer]:
     model = small_model().double()
     ddp = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(
-        list(ddp.parameters())[:-1], optim.AdamW, overlap_with_ddp=mode == "hook_with_zero_step", partition="split"
+        list(ddp.parameters())[:-1], optim.AdamW, overlap_with_ddp=steps_in_backward(hook), partition="split"
     )
     optimizer.add_param_group({"params": model[4].weight})
-    if mode == "hook_with_zero_step":
-        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
-    else:
-        register_reduce_to_owner(ddp, optimizer)
+    register(hook, ddp, optimizer)
     return model, ddp, optimizer
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("mode", ["reduce_to_owner_hook", "hook_with_zero_step"])
-def test_a_hook_that_is_registered_on_a_model_knows_its_names(mode: str) -> None:
-    model, ddp, optimizer = with_a_hook(mode)
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_a_hook_that_is_registered_on_a_model_knows_its_names(hook: str) -> None:
+    model, ddp, optimizer = with_a_hook(hook)
     names = [name for name, _ in model.named_parameters()]
     for seed in range(2):
         optimizer.zero_grad()

@@ -37,7 +37,7 @@ def test_sharded_training_is_saved_and_resumed_as_plain_training_is(tmp_path: Pa
 
 
 @pytest.mark.parametrize("script", ["sharded.py", "plain.py"])
-def test_another_number_of_ranks_resumes(script: str, tmp_path: Path) -> None:
+def test_another_number_of_ranks_resumes_a_run(script: str, tmp_path: Path) -> None:
     train("sharded.py", 2, tmp_path / "run.pt")
     assert train(script, 3, tmp_path / "run.pt")["steps"] == 100
 

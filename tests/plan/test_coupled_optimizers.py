@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import VIEWS, WHERE, each_of
+from support.refusals import assert_blames, is_mine
 from support.training import assert_bitwise_equal, set_gradients, small_model, twins
 from torch import optim
 from zeroshard import ZeroRedundancyOptimizer
@@ -30,29 +32,23 @@ class Clipping(optim.SGD):
 
 
 Clipping.__module__, Clipping.__qualname__ = "pytorch_optimizer.optimizer.adan", "Adan"
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "argument": (Clipping, {}, {"max_grad_norm": 0.5}),
+    "partial": (functools.partial(functools.partial(Clipping, max_grad_norm=0.5), lr=0.2), {}, {}),
+    "group": (Clipping, {"max_grad_norm": 0.5}, {}),
+    "function": (lambda params: Clipping(params, max_grad_norm=0.5), {}, {}),
+}
 
 
-@pytest.mark.by_default("3-everywhere-argument | 3-everywhere-function | 3-on rank 1-partial | 3-on rank 1-group")
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize(
-    ("factory", "group", "defaults"),
-    [
-        (Clipping, {}, {"max_grad_norm": 0.5}),
-        (functools.partial(functools.partial(Clipping, max_grad_norm=0.5), lr=0.2), {}, {}),
-        (Clipping, {"max_grad_norm": 0.5}, {}),
-        (lambda params: Clipping(params, max_grad_norm=0.5), {}, {}),
-    ],
-    ids=["argument", "partial", "group", "function"],
-)
-@pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
-def test_every_rank_refuses_it(
-    rank: int, factory: Callable[..., Any], group: dict[str, Any], defaults: dict[str, Any], where: str
-) -> None:
+@each_of("setting", CALLS, where=WHERE)
+def test_every_rank_refuses_a_class_that_couples_tensors(rank: int, setting: str, where: str) -> None:
+    factory, group, defaults = CALLS[setting]
     params = [{"params": list(small_model().parameters()), **group}]
-    coupled: Any = "refuse" if where == "everywhere" or rank == 1 else "allow"
+    coupled: Any = "refuse" if is_mine(where, rank) else "allow"
     with pytest.raises(ValueError, match=r"pytorch_optimizer\.Adan with max_grad_norm=0\.5 couples tensors") as raised:
         ZeroRedundancyOptimizer(params, factory, coupled=coupled, **defaults)
-    assert ("rank 1: " in str(raised.value)) == (where == "on rank 1")
+    assert_blames(raised.value, where)
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -69,7 +65,7 @@ def test_a_group_that_would_couple_is_refused_and_training_goes_on() -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@VIEWS
 def test_where_the_caller_lets_it_replicas_are_equal_and_differ_from_one_process(as_bucket_view: bool) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import FLAG, WHERE, each_of
 from support.ddp_training import HOOKS, register, steps_in_backward
-from support.training import assert_bitwise_equal, cutting, set_gradients, twins
+from support.refusals import assert_blames, is_mine
+from support.training import assert_bitwise_equal, convolutions, cutting, set_gradients, twin_optimizers, twins
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -16,14 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
-
-WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
-VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-REFUSED_VIEWS = pytest.mark.parametrize(
-    "as_bucket_view", [pytest.param(False, id="params"), pytest.param(True, id="views", marks=pytest.mark.exhaustive)]
-)
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 
 Tensors = list[torch.Tensor]
 SHAPE = (192, 192)
@@ -105,53 +99,36 @@ def refused(name: str, *, unusual: bool) -> nn.ParameterList:
     return module(REFUSED[name][0 if unusual else 1]())
 
 
-@pytest.mark.by_default(
-    "2-gaps-params-whole-on all ranks | 2-columns in turn-views-split-on rank 1 | "
-    "2-expanded-params-whole-on all ranks | 2-expanded, one element-views-split-on rank 1 | "
-    "2-windows-params-whole-on all ranks | 2-a conjugate view-views-split-on rank 1 | "
-    "2-a negative view-params-whole-on all ranks | 2-rows that two have-views-split-on rank 1 | "
-    "2-sparse-params-whole-on all ranks | 2-a DTensor-views-split-on rank 1"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@WHERE
-@PARTITIONS
-@VIEWS
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_at_construction(
+@each_of("name", REFUSED, partition=["whole", "split"], as_bucket_view=FLAG, where=WHERE)
+def test_unusual_memory_is_refused_at_construction(
     rank: int, where: str, partition: str, as_bucket_view: bool, name: str
 ) -> None:
     *_, error, words = REFUSED[name]
-    params = refused(name, unusual=where == "on all ranks" or rank == 1)
+    params = refused(name, unusual=is_mine(where, rank))
     places = [param.data_ptr() for param in params if not param.is_sparse]
     with pytest.raises(error, match=words) as caught:
         ZeroRedundancyOptimizer(
             params.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
         )
-    assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
+    assert_blames(caught.value, where)
     assert "\n" not in str(caught.value)
     assert [param.data_ptr() for param in params if not param.is_sparse] == places
     dist.barrier()
 
 
-@pytest.mark.by_default(
-    "2-gaps-params-on all ranks | 2-columns in turn-params-on rank 1 | 2-expanded-params-on all ranks | "
-    "2-expanded, one element-params-on rank 1 | 2-windows-params-on all ranks | "
-    "2-a conjugate view-params-on rank 1 | 2-a negative view-params-on all ranks | "
-    "2-rows that two have-params-on rank 1 | 2-sparse-params-on all ranks | 2-a DTensor-params-on rank 1"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@WHERE
-@REFUSED_VIEWS
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_as_a_group(rank: int, where: str, as_bucket_view: bool, name: str) -> None:
+@each_of("name", REFUSED, as_bucket_view=FLAG, where=WHERE)
+def test_unusual_memory_is_refused_in_a_group_that_is_added(
+    rank: int, where: str, as_bucket_view: bool, name: str
+) -> None:
     *_, error, words = REFUSED[name]
     ours, theirs = twins(lambda: module(pair()))
-    sharded = ZeroRedundancyOptimizer(ours.parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
-    plain = optim.Adam(theirs.parameters())
-    added = refused(name, unusual=where == "on all ranks" or rank == 1)
+    sharded, plain = twin_optimizers((ours, theirs), optim.Adam, as_bucket_view=as_bucket_view)
+    added = refused(name, unusual=is_mine(where, rank))
     with pytest.raises(error, match=words.replace("group 0", "group 1")) as caught:
         sharded.add_param_group({"params": list(added.parameters())})
-    assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
+    assert_blames(caught.value, where)
     assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
     for params, optimizer in ((ours, sharded), (theirs, plain)):
         set_gradients(params.parameters(), 0)
@@ -177,23 +154,13 @@ REBOUND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch
 }
 
 
-@pytest.mark.by_default(
-    "2-transposed-params-whole-on all ranks | 2-another shape-params-split-on rank 1 | "
-    "2-narrowed-params-whole-on all ranks | 2-expanded-params-split-on rank 1"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@WHERE
-@PARTITIONS
-@REFUSED_VIEWS
-@pytest.mark.parametrize("name", REBOUND)
-def test_data_that_is_read_otherwise_from_the_same_address(
+@each_of("name", REBOUND, partition=["whole", "split"], as_bucket_view=FLAG, where=WHERE)
+def test_data_that_is_read_otherwise_from_the_same_address_is_refused(
     rank: int, where: str, partition: str, as_bucket_view: bool, name: str
 ) -> None:
     ours, theirs = twins(lambda: module(pair()))
-    sharded = ZeroRedundancyOptimizer(
-        ours.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
-    plain = optim.Adam(theirs.parameters())
+    sharded, plain = twin_optimizers((ours, theirs), optim.Adam, partition, as_bucket_view)
     for step in range(2):
         for params, optimizer in ((ours, sharded), (theirs, plain)):
             set_gradients(params.parameters(), step)
@@ -201,7 +168,7 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     change, back = REBOUND[name]
     weight = ours[1]
     before = weight.data.clone()
-    if where == "on all ranks" or rank == 1:
+    if is_mine(where, rank):
         weight.data = change(weight.data)
     set_gradients(ours.parameters(), 2)
     sent = sharded.traffic.of("broadcast").bytes_sent
@@ -212,7 +179,7 @@ def test_data_that_is_read_otherwise_from_the_same_address(
         # The state is of no use, nor is a step.
         assert_bitwise_equal(nn.ParameterList([*ours][2:]), nn.ParameterList([*theirs][2:]), "after the refused step")
     assert sharded.traffic.of("broadcast").bytes_sent == sent
-    if where == "on all ranks" or rank == 1:
+    if is_mine(where, rank):
         weight.data = back(weight.data)
     assert where != "on all ranks" or torch.equal(weight, before)
     set_gradients(ours.parameters(), 3)
@@ -220,13 +187,8 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     assert_replicas_equal(ours.parameters())
 
 
-@pytest.mark.by_default(
-    "2-reduce_to_owner_hook-on all ranks | 2-hook_with_zero_step-on rank 1 | "
-    "2-hook_with_zero_step_interleaved-on all ranks"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@WHERE
-@EVERY_HOOK
+@each_of("hook", HOOKS, where=WHERE)
 def test_data_with_gaps_is_refused_with_a_communication_hook_too(rank: int, where: str, hook: str) -> None:
     model = nn.Linear(6, 6, bias=False)
     ddp = DistributedDataParallel(model)
@@ -239,11 +201,11 @@ def test_data_with_gaps_is_refused_with_a_communication_hook_too(rank: int, wher
         sharded.step()
 
     iterate()
-    if where == "on all ranks" or rank == 1:
+    if is_mine(where, rank):
         model.weight.data = torch.stack([model.weight.data, model.weight.data], dim=-1)[..., 0]
     with pytest.raises(ValueError, match=f"parameter 0 of group 0.*{GAPS}") as caught:
         iterate()
-    assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
+    assert_blames(caught.value, where)
 
 
 CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module], object]]] = {
@@ -255,28 +217,13 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module]
 }
 
 
-def convolutions() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
-
-
-@pytest.mark.by_default("2-dtype-on all ranks-params-whole | 2-memory format-on rank 1-views-split")
 @pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@VIEWS
-@WHERE
-@pytest.mark.parametrize("name", CONVERSIONS)
+@each_of("name", CONVERSIONS, partition=["whole", "split"], as_bucket_view=FLAG, where=WHERE)
 def test_a_converted_model_is_refused_once_there_is_state(
     rank: int, partition: str, as_bucket_view: bool, where: str, name: str
 ) -> None:
     ours, theirs = twins(convolutions)
-    sharded = ZeroRedundancyOptimizer(
-        ours.parameters(),
-        optim.Adam,
-        partition=cutting(partition),
-        parameters_as_bucket_view=as_bucket_view,
-    )
-    plain = optim.Adam(theirs.parameters())
+    sharded, plain = twin_optimizers((ours, theirs), optim.Adam, partition, as_bucket_view)
     convert, back = CONVERSIONS[name]
 
     def step(number: int) -> None:
@@ -286,7 +233,7 @@ def test_a_converted_model_is_refused_once_there_is_state(
 
     step(0)
     values = [param.detach().clone() for param in ours.parameters()]
-    converted = where == "on all ranks" or rank == 1
+    converted = is_mine(where, rank)
     if converted:
         convert(ours)
     set_gradients(ours.parameters(), 1)
@@ -306,3 +253,13 @@ def test_a_converted_model_is_refused_once_there_is_state(
     assert all(map(torch.equal, ours.parameters(), values))
     step(1)
     assert_bitwise_equal(ours, theirs, "after the refused step")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_parameters_that_share_memory_by_a_rebound_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=True)
+    model(torch.ones(2, 4)).sum().backward()
+    model[0].weight.data = model[1].weight.data
+    with pytest.raises(ValueError, match="share memory"):
+        sharded.step()

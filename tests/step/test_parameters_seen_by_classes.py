@@ -5,15 +5,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.combinations import FLAG, each_of
 from support.ddp_training import HOOKS, Twins, batch, register
 from support.training import cutting, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import raises_on
-
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 
 
 class Scaled(optim.SGD):
@@ -36,15 +34,9 @@ def with_attributes(module: nn.Module) -> list[nn.Parameter]:
     return params
 
 
-@pytest.mark.by_default(
-    "2-no views-whole-reduce_to_owner_hook | 2-no views-whole-hook_with_zero_step_interleaved | "
-    "2-views-split-hook_with_zero_step"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-@PARTITIONS
-@pytest.mark.parametrize("views", [False, True], ids=["no views", "views"])
-def test_attributes_of_parameters(hook: str, partition: str, views: bool) -> None:
+@each_of("hook", HOOKS, partition=["whole", "split"], views=FLAG)
+def test_a_class_sees_attributes_of_parameters(hook: str, partition: str, views: bool) -> None:
     twins = Twins(hook, optimizer=Scaled, groups=with_attributes, partition=partition, parameters_as_bucket_view=views)
     for number in range(3):
         twins.iterate(number)
@@ -54,11 +46,9 @@ def test_attributes_of_parameters(hook: str, partition: str, views: bool) -> Non
     twins.check("with a rate for each parameter")
 
 
-@pytest.mark.by_default("2--whole | 2-master weights-split")
 @pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize("masters", [False, True], ids=["", "master weights"])
-def test_attributes_of_parameters_without_a_hook(partition: str, masters: bool) -> None:
+@each_of("partition", ["whole", "split"], masters=FLAG)
+def test_a_class_sees_attributes_of_parameters_without_a_hook(partition: str, masters: bool) -> None:
     made = small_model().to(torch.bfloat16) if masters else small_model()
     params = with_attributes(made)
     before = [param.detach().clone() for param in params]
@@ -98,7 +88,7 @@ def spherical() -> nn.Module:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[:2])
-def test_types_of_parameters(hook: str) -> None:
+def test_a_class_sees_types_of_parameters(hook: str) -> None:
     twins = Twins(hook, model=spherical, optimizer=OnSphere)
     assert any(isinstance(param, Sphere) for param in twins.ddp.parameters())
     for number in range(3):
@@ -107,7 +97,7 @@ def test_types_of_parameters(hook: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_types_of_parameters_without_a_hook() -> None:
+def test_a_class_sees_types_of_parameters_without_a_hook() -> None:
     params = [Sphere(torch.randn(4, 4)) for _ in range(4)]
     optimizer = ZeroRedundancyOptimizer(params, OnSphere, lr=0.1)
     for param in params:
@@ -161,7 +151,7 @@ def leave_out_biases(module: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[:2])
-def test_sets_of_ids_of_whole_tensors(hook: str) -> None:
+def test_a_class_finds_whole_tensors_by_their_ids(hook: str) -> None:
     ById.left_out.clear()
     twins = Twins(hook, optimizer=ById, groups=leave_out_biases)
     for number in range(3):
@@ -193,11 +183,9 @@ class Curved(optim.SGD):
                     param.sub_(param.grad / (1 + self.state[param]["hessian"]), alpha=group["lr"])
 
 
-@pytest.mark.by_default("2-whole-no hook | 2-split-reduce_to_owner_hook")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["no hook", "reduce_to_owner_hook"])
-@PARTITIONS
-def test_methods_between_backward_and_step(rank: int, hook: str, partition: str) -> None:
+@each_of("hook", ["none", "reduce_to_owner_hook"], partition=["whole", "split"])
+def test_a_method_sees_gradients_between_backward_and_step(rank: int, hook: str, partition: str) -> None:
     torch.manual_seed(0)
     model, reference = small_model().double(), small_model().double()
     reference.load_state_dict(model.state_dict())
@@ -223,12 +211,10 @@ def test_methods_between_backward_and_step(rank: int, hook: str, partition: str)
     assert len(optimizer.param_groups[0]["params"]) == seen
 
 
-@pytest.mark.by_default("2-whole-no hook | 2-whole-hook_with_zero_step_interleaved | 2-split-reduce_to_owner_hook")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["no hook", "reduce_to_owner_hook", "hook_with_zero_step_interleaved"])
-@PARTITIONS
+@each_of("hook", ["none", "reduce_to_owner_hook", "hook_with_zero_step_interleaved"], partition=["whole", "split"])
 def test_the_inner_optimizers_state_is_read_by_parameter(rank: int, hook: str, partition: str) -> None:
-    if hook == "no hook":
+    if hook == "none":
         params = list(small_model().double().parameters())
         optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, partition=cutting(partition), lr=0.1)
         for param in params:
@@ -265,11 +251,9 @@ class Counting(optim.SGD):
                     )
 
 
-@pytest.mark.by_default("2-whole-reduce_to_owner_hook | 2-split-hook_with_zero_step_interleaved")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["reduce_to_owner_hook", "hook_with_zero_step_interleaved"])
-@PARTITIONS
-def test_attributes_that_a_class_writes_and_tensors_as_attributes(hook: str, partition: str) -> None:
+@each_of("hook", ["reduce_to_owner_hook", "hook_with_zero_step_interleaved"], partition=["whole", "split"])
+def test_a_class_may_write_attributes_and_read_tensors_of_them(hook: str, partition: str) -> None:
     twins = Twins(hook, optimizer=Counting, partition=partition)
     for number in range(4):
         for ddp, _ in twins.sides:
