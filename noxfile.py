@@ -228,7 +228,7 @@ def emulated(session: nox.Session, torch: str) -> None:
     """The emulated accelerator, compiled against one version of torch: its own tests, and those of the hooks on it."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
     own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
-    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_cuda")]
+    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_on_accelerators")]
     everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
     _pytest(session, *own, *hooks, *everything, *session.posargs)
 

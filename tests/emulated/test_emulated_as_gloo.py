@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.ddp_training import HOOKS, MANY_BUCKETS, batch, register, steps_in_backward
+from support.ddp_training import EVERY_HOOK, MANY_BUCKETS, PARTITIONS, batch, register, steps_in_backward
 from support.training import cutting, small_model
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
@@ -40,8 +40,8 @@ def test_ddp_alone(device: torch.device) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@EVERY_HOOK
+@PARTITIONS
 def test_every_hook(device: torch.device, world_size: int, hook: str, partition: str) -> None:
     here, there = (trained(place, hook, partition) for place in (device, torch.device("cpu")))
     for ours, theirs in zip(here, there, strict=True):

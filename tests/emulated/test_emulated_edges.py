@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import HOOKS, MANY_BUCKETS, register, steps_in_backward
+from support.ddp_training import (
+    EVERY_HOOK,
+    MANY_BUCKETS,
+    PARTITIONS,
+    STEPPING_HOOKS,
+    register,
+    steps_in_backward,
+)
 from support.training import cutting, small_model
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -27,18 +34,18 @@ from zeroshard_comm import RankGroup, collectives
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, 2, backend=["emulated", "nccl"])]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@EVERY_HOOK
+@PARTITIONS
 def test_one_backward_a_step(hook: str, partition: str, device: torch.device) -> None:
     _train(hook, partition, device, backwards=1)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@EVERY_HOOK
 def test_gradients_accumulated_without_communication(hook: str, device: torch.device) -> None:
     _train(hook, "whole", device, backwards=2, no_sync=True)
 
 
-@pytest.mark.parametrize("hook", HOOKS[1:])
+@STEPPING_HOOKS
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("knows_device", [True, False])
 def test_a_hook_that_reduces_into_a_tensor_of_its_own(
@@ -48,8 +55,8 @@ def test_a_hook_that_reduces_into_a_tensor_of_its_own(
     _train(hook, "whole", device, backwards=1 + no_sync, no_sync=no_sync, inner=inner)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@EVERY_HOOK
+@PARTITIONS
 @pytest.mark.parametrize("on_its_own", [False, True])
 def test_memory_that_is_freed_after_an_error_in_backward(
     hook: str, partition: str, on_its_own: bool, device: torch.device
@@ -255,7 +262,7 @@ TWO_LAYERS = 0.03
 """The MiB of a bucket for two layers of `Repeated` in float64."""
 
 
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_sharded_gradients(partition: str, zeroes: bool, device: torch.device) -> None:
     model = Repeated().double().to(device)
@@ -271,7 +278,7 @@ def test_sharded_gradients(partition: str, zeroes: bool, device: torch.device) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 @pytest.mark.parametrize("bucket_mb", [TWO_LAYERS, 1e-5], ids=["packed", "alone"])
 @pytest.mark.parametrize("on_its_own", [False, True])
 def test_sharded_gradients_that_are_freed_after_an_error_in_backward(

@@ -34,6 +34,9 @@ from zeroshard import ZeroRedundancyOptimizer
 pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
 
 STRATEGIES = ["ddp", "ddp_zeroshard", "sharded"]
+PARTITIONS_AND_STRATEGIES = pytest.mark.parametrize(
+    ("partition", "strategy"), [*zip(("whole", "level", "whole"), STRATEGIES, strict=True)]
+)
 
 
 def muon(model: nn.Module, is_sharded: bool, partition: str) -> optim.Optimizer:
@@ -100,9 +103,11 @@ def fit(
     return Run(module.model, module.losses)
 
 
-@pytest.mark.by_default("2-automatic-ddp | 2-automatic-sharded | 2-manual-ddp_zeroshard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("manual", "strategy"),
+    [(False, "ddp"), (True, "ddp_zeroshard"), (False, "sharded")],
+    ids=["automatic-ddp", "manual-ddp_zeroshard", "automatic-sharded"],
+)
 def test_ten_steps_equal_the_unsharded_ones(manual, strategy):
     assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual, strategy=strategy))
 
@@ -122,9 +127,7 @@ def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
     assert_equal_to_unsharded(resume, steps=STEPS // 2)
 
 
-@pytest.mark.by_default("2-whole-ddp | 2-whole-sharded | 2-level-ddp_zeroshard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("partition", MUON_ROUNDING)
+@PARTITIONS_AND_STRATEGIES
 def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition, strategy, tmp_path):
     files, half = {True: tmp_path / "ours.ckpt", False: tmp_path / "theirs.ckpt"}, STEPS // 2
     options = {"strategy": strategy, "partition": partition}
@@ -135,9 +138,7 @@ def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition,
     assert_equal_to_unsharded(lambda ours: fit(ours, resume_from=files[True], **options), **compared)
 
 
-@pytest.mark.by_default("2-whole-ddp | 2-whole-sharded | 2-level-ddp_zeroshard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("partition", MUON_ROUNDING)
+@PARTITIONS_AND_STRATEGIES
 def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strategy, tmp_path):
     from lightning.fabric import Fabric
 
@@ -166,9 +167,9 @@ def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strateg
     assert_same_muon_state(*saved, partition)
 
 
-@pytest.mark.by_default("2-alone-ddp | 2-fp16 with a scaler-ddp_zeroshard | 2-compiled-sharded")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("feature", ["alone", "fp16 with a scaler", "compiled"])
+@pytest.mark.parametrize(
+    ("feature", "strategy"), [*zip(("alone", "fp16 with a scaler", "compiled"), STRATEGIES, strict=True)]
+)
 def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp_path):
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision

@@ -161,7 +161,7 @@ def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
     torch.testing.assert_close(list(names["model"].module.parameters()), list(plain.parameters()))
 
 
-@pytest.mark.by_default("2-torch.distributed.algorithms.join | 3-zeroshard_integrations.join")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_MODULE
 def test_the_counter(rank: int, world_size: int, module: str) -> None:

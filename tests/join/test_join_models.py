@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.join_training import (
     EVERY_ENDING,
+    MEANS_AND_ENDINGS,
     Branches,
     Loop,
     Script,
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
-EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 UNUSED = {"find_unused_parameters": True, "broadcast_buffers": False}
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -102,23 +102,19 @@ def after_one_of_ignored(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
-LOSSES = [
-    (Smooth, adversarial),
-    (Smooth, with_penalties),
-    (Odd, of_distribution),
-    (Odd, kept),
-    (WithIgnored, after_one_of_ignored),
-]
-
-
-@pytest.mark.by_default(
-    "2-Smooth-adversarial-the first runs out first | 2-Odd-kept-the last does | "
-    "2-WithIgnored-after_one_of_ignored-one has none | 3-Smooth-with_penalties-the first runs out first | "
-    "3-Odd-of_distribution-the last does"
-)
+@pytest.mark.exhaustive_at(2)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_ENDING
-@pytest.mark.parametrize(("model", "loss"), LOSSES)
+@pytest.mark.parametrize(
+    ("model", "loss", "ending"),
+    [
+        (Smooth, adversarial, 0),
+        (Smooth, with_penalties, 1),
+        (Odd, of_distribution, 2),
+        (Odd, kept, 0),
+        (WithIgnored, after_one_of_ignored, 1),
+    ],
+    ids=["adversarial", "penalties", "of a distribution", "kept", "of ignored ones"],
+)
 def test_losses(world_size: int, ending: int, model: Callable[[], nn.Module], loss: Loss) -> None:
     Uneven(lengths_of(world_size)[ending], model=model, loss=loss).check(usual)
 
@@ -126,10 +122,9 @@ def test_losses(world_size: int, ending: int, model: Callable[[], nn.Module], lo
 # ---------------------------------------------------------------------- parameters that are unused, frozen, sparse
 
 
-@pytest.mark.by_default("2-the first runs out first-of all | 2-one has none-of all | 3-the last does-of those that run")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_MEAN
-@EVERY_ENDING
+@MEANS_AND_ENDINGS
 def test_unused_parameters(world_size: int, divide: bool, ending: int) -> None:
     def kept(loop: Loop, number: int) -> None:
         loop.backward(number)
@@ -210,10 +205,11 @@ class Checkpointed(nn.Module):
         return result
 
 
-@pytest.mark.by_default("2-[2, 5]-usual-True | 2-[6, 3]-windows-False")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("script", [usual, windows(2)], ids=["usual", "windows"])
-@pytest.mark.parametrize("numbers", [[2, 5], [6, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("reentrant", "script", "numbers"),
+    [(True, usual, [2, 5]), (False, windows(2), [6, 3])],
+    ids=["reentrant", "not reentrant, windows"],
+)
 def test_checkpoints(reentrant: bool, script: Script, numbers: list[int]) -> None:
     Uneven(numbers, model=lambda: Checkpointed(reentrant)).check(script)

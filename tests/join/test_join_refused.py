@@ -3,38 +3,32 @@
 # ruff: noqa: PT012 - the loop inside the block is what is tested
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import HOOKS, register, steps_in_backward
-from support.join_training import Loop, Uneven, inputs, usual
+from support.ddp_training import batch, each_hook_with, register, steps_in_backward
+from support.groups import group_of
+from support.join_training import NOTHING_STEPPED, UNCHECKED, Loop, Uneven, inputs, short, usual
 from support.training import small_model
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import DisagreementError
+from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations._torch_private import set_join_config
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
 HOOK_LEFT_OUT = "With uneven data leave the hook out"
-NOTHING_STEPPED = 0
-UNCHECKED = -1
-
-
-def short(numbers: list[int], seconds: float = 4, **options: Any) -> Uneven:
-    return Uneven(numbers, group=dist.new_group(timeout=timedelta(seconds=seconds)), **options)
 
 
 def hooked(hook: str, seconds: float = 60) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """A model with a communication hook, and its optimizer."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    group = group_of(seconds=seconds)
     ddp = DistributedDataParallel(small_model().double(), process_group=group)
     optimizer = ZeroRedundancyOptimizer(
         ddp.parameters(), optim.SGD, process_group=group, overlap_with_ddp=steps_in_backward(hook), lr=0.1
@@ -140,10 +134,10 @@ def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, least: int) 
 # ---------------------------------------------------------------------- different calls
 
 
-@pytest.mark.by_default("3-another forward-[4, 4, 4] | 3-another step-[1, 4, 4] | 3-no step-[4, 4, 4]")
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("numbers", [[4, 4, 4], [1, 4, 4]], ids=str)
-@pytest.mark.parametrize("kind", ["another forward", "another step", "no step"])
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [("another forward", [4, 4, 4]), ("another step", [1, 4, 4]), ("no step", [4, 4, 4])]
+)
 def test_ranks_that_make_different_calls(rank: int, numbers: list[int], kind: str) -> None:
     def script(loop: Loop, number: int) -> None:
         is_here = rank == 2 and number == 2
@@ -236,12 +230,8 @@ def test_a_hook_that_is_registered_in_the_block() -> None:
     uneven.check(usual)
 
 
-@pytest.mark.by_default(
-    "2-[2, 2]-reduce_to_owner_hook | 2-[0, 2]-hook_with_zero_step | 2-[2, 0]-hook_with_zero_step_interleaved"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("numbers", [[2, 2], [0, 2], [2, 0]], ids=str)
+@each_hook_with("numbers", [2, 2], [0, 2], [2, 0])
 def test_torchs_join_of_a_model_with_a_hook(rank: int, hook: str, numbers: list[int]) -> None:
     # As Accelerate's join_uneven_inputs([ddp]) enters it. A rank without data raises too.
     ddp, optimizer = hooked(hook)
@@ -309,3 +299,23 @@ def test_leaving_after_the_first_forward() -> None:
     # Its calls are zero, the forward, the backward, step.
     with pytest.raises(ValueError, match="leave the loop before that, or after the backward"):
         Uneven([4, 4], calls=[2, 99]).train(usual)
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:deadlock")
+def test_uneven_data_in_the_join_of_ddp_without_a_hook(rank: int) -> None:
+    group = group_of(seconds=3)
+    model = small_model().double()
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, process_group=group, lr=0.1)
+
+    def train() -> None:
+        with ddp.join():
+            for number in range(2 + rank):
+                optimizer.zero_grad()
+                ddp(batch(number)).sum().backward()
+                optimizer.step()
+
+    told = r"step\(\).* With uneven data use zeroshard_integrations\.join\.Join\(\[ddp, optimizer\]\)"
+    # The other one waits in a collective of DDP.
+    with pytest.raises(PeerLostError if rank == 1 else RuntimeError, match=told if rank == 1 else None):
+        train()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.sharded_models import Plain, Rank
+from support.ddp_training import WHERE
+from support.groups import group_of
+from support.sharded_model import Plain
 from support.sharded_training import SMALL_MB, Training
-from support.sharding_transports import TRANSPORTS, use_transport
+from support.sharded_transports import TRANSPORTS, use_transport
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import GradientSharding, ZeroRedundancyOptimizer, shard_gradients
@@ -19,18 +19,11 @@ from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal, rank_fixture
 
-WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-
 
 @rank_fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let gradients travel in one of several ways."""
     yield from use_transport(request.param, monkeypatch)
-
-
-def group_of(seconds: int = 20) -> dist.ProcessGroup:
-    """All ranks, with a timeout that ends what hangs."""
-    return dist.new_group(timeout=timedelta(seconds=seconds))
 
 
 def optimizer_of(model: nn.Module, **settings: Any) -> ZeroRedundancyOptimizer:
@@ -43,11 +36,6 @@ def sharded(**arguments: Any) -> Training:
     training.iterate()
     training.iterate()
     return training
-
-
-def run(training: Training) -> Rank:
-    """Return the next iteration of this rank."""
-    return Rank(training.model, training.call, training.rank, training.number)
 
 
 # ---------------------------------------------------------------------- what cannot be sharded
@@ -224,55 +212,55 @@ def test_a_model_that_was_changed_afterwards(change: Callable[[Training], None],
     before = training.optimizer.traffic.total()
     change(training)
     with pytest.raises(RuntimeError, match=words):
-        run(training).output()
+        training.on_this_rank().output()
     assert training.optimizer.traffic.total() == before
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_an_optimizer_that_is_gone() -> None:
     training = sharded()
-    loss = run(training).loss()
+    loss = training.on_this_rank().loss()
     del training.optimizer, training.sharding
     with pytest.raises(RuntimeError, match="the optimizer that shards the gradients of this model is gone"):
-        run(training).output()
+        training.on_this_rank().output()
     with pytest.raises(RuntimeError, match="the optimizer that shards the gradients of this model is gone"):
         loss.backward()
 
 
 def create_graph(training: Training) -> None:
-    run(training).loss().backward(create_graph=True)
+    training.on_this_rank().loss().backward(create_graph=True)
 
 
 def forget_zero_grad(training: Training) -> None:
-    run(training).loss().backward()
+    training.on_this_rank().loss().backward()
     training.optimizer.step()
-    run(training).loss(1).backward()
+    training.on_this_rank().loss(1).backward()
 
 
 def step_after_no_sync(training: Training) -> None:
     with training.sharding.no_sync():
-        run(training).loss().backward()
+        training.on_this_rank().loss().backward()
     training.optimizer.step()
 
 
 def step_after_autograd_grad(training: Training) -> None:
     params = [*training.model.parameters()]
-    for param, grad in zip(params, torch.autograd.grad(run(training).loss(), params), strict=True):
+    for param, grad in zip(params, torch.autograd.grad(training.on_this_rank().loss(), params), strict=True):
         param.grad = grad
     training.optimizer.step()
 
 
 def replace_a_gradient(training: Training) -> None:
-    run(training).loss().backward()
+    training.on_this_rank().loss().backward()
     training.model.b.weight.grad = torch.ones_like(training.model.b.weight)
     training.optimizer.step()
 
 
 def unfreeze_while_others_wait(training: Training) -> None:
     training.model.b.requires_grad_(False)
-    run(training).loss().backward()
+    training.on_this_rank().loss().backward()
     training.model.b.requires_grad_(True)
-    run(training).loss(1).backward()
+    training.on_this_rank().loss(1).backward()
 
 
 LOOPS: dict[str, tuple[Callable[[Training], None], str]] = {
@@ -311,7 +299,7 @@ def test_a_loop_that_is_refused_on_one_rank_goes_on_afterwards(rank: int, name: 
             loop(training)
             return
         if name != "step() after autograd.grad()":
-            run(training).loss().backward()
+            training.on_this_rank().loss().backward()
         training.optimizer.step()
 
     with pytest.raises(RuntimeError, match=words):
@@ -335,7 +323,7 @@ class Sparse(torch.autograd.Function):
 @WHERE
 def test_a_sparse_gradient_of_a_dense_parameter(rank: int, where: str) -> None:
     training = sharded()
-    loss = run(training).loss()
+    loss = training.on_this_rank().loss()
     if where == "on all ranks" or rank == 1:
         loss = Sparse.apply(training.model.b.weight)
     with pytest.raises(ValueError, match=r"'b\.weight' has a sparse gradient, which cannot be sharded"):
@@ -351,10 +339,10 @@ def test_forwards_without_gradients_send_nothing(rank: int) -> None:
     before = training.optimizer.traffic.total()
     if rank == 0:
         with torch.no_grad():
-            run(training).output()
+            training.on_this_rank().output()
         training.model.requires_grad_(False)
         with torch.no_grad():
-            run(training).output()
+            training.on_this_rank().output()
         training.model.requires_grad_(True)
     assert training.optimizer.traffic.total() == before
     training.iterate()
@@ -394,24 +382,24 @@ class _Fail(torch.autograd.Function):
 @pytest.mark.parametrize("then", ["forward", "step", "clip"])
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 def test_an_exception_in_backward(rank: int, where: str, then: str, transport: None) -> None:
-    training = Training(Failing, bucket_mb=SMALL_MB, group=group_of(8))
+    training = Training(Failing, bucket_mb=SMALL_MB, group=group_of(seconds=8))
     training.iterate()
     raises = where == "on all ranks" or rank == 1
     training.model.fails = raises
     before = [param.detach().clone() for param in training.model.parameters()]
     calls: dict[str, Callable[[], object]] = {
-        "forward": lambda: run(training).output(),
+        "forward": lambda: training.on_this_rank().output(),
         "step": training.optimizer.step,
         "clip": lambda: training.optimizer.clip_grad_norm_(1.0),
     }
     if raises:
         with pytest.raises(ZeroDivisionError):
-            run(training).loss().backward()
+            training.on_this_rank().loss().backward()
         with pytest.raises(RuntimeError, match=f"the last backward did not come to its end on rank {rank}"):
             calls[then]()
     else:
         with pytest.raises(PeerLostError, match=f"rank {rank} lost "):
-            run(training).loss().backward()
+            training.on_this_rank().loss().backward()
     # Nothing of it is stepped, now or later.
     for call in calls.values():
         with pytest.raises(RuntimeError, match=r"load a checkpoint|Start again from a checkpoint"):
@@ -424,7 +412,9 @@ def test_an_exception_in_backward(rank: int, where: str, then: str, transport: N
 def test_an_exception_before_the_first_bucket_leaves_nothing(where: str) -> None:
     training = sharded()
     with pytest.raises(ZeroDivisionError):
-        _Fail.apply(run(training).output() if where == "forward" else run(training).loss()).sum().backward()
+        _Fail.apply(
+            training.on_this_rank().output() if where == "forward" else training.on_this_rank().loss()
+        ).sum().backward()
     training.iterate()
 
 
@@ -437,9 +427,9 @@ def test_other_calls_on_one_rank(rank: int, other: str) -> None:
 
     def train() -> None:
         if rank == 0 or other != "step":
-            run(training).loss().backward()
+            training.on_this_rank().loss().backward()
         if rank == 1 and other == "another backward":
-            run(training).loss(1).backward()
+            training.on_this_rank().loss(1).backward()
         training.optimizer.step()
 
     words = (

@@ -3,13 +3,13 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.groups import group_of
 from support.join_training import BOUND, PARTITIONS, Loop, Uneven
 
 REFUSED = "waits for the backward of its first forward"
@@ -65,7 +65,7 @@ def is_right(drawn: Drawn, world_size: int) -> bool:
         divide=drawn.divide,
         partition=drawn.partition,
         ddp={"gradient_as_bucket_view": drawn.views},
-        group=dist.new_group(timeout=timedelta(seconds=10)),
+        group=group_of(seconds=10),
     )
     outcome = ""
     try:

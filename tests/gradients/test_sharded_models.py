@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.sharded_models import MODELS, BatchNorm, CompiledBlocks, CompiledLoss, Plain, Rank, Unused
+from support.sharded_forwards import CompiledBlocks, CompiledLoss
+from support.sharded_model import Plain
+from support.sharded_models import MODELS
+from support.sharded_parameters import BatchNorm, Unused
 from support.sharded_training import SMALL_MB, Training
-from support.sharding_transports import TRANSPORTS, use_transport
+from support.sharded_transports import TRANSPORTS, use_transport
 from torch import nn
 from zeroshard import shard_gradients
 from zeroshard_testing import assert_replicas_equal, rank_fixture
@@ -70,7 +73,7 @@ def test_every_model_in_every_way(kind: type[Plain], transport: None) -> None:
 def test_compiled_autograd_is_refused() -> None:
     training = Training(Plain)
     torch._dynamo.reset()
-    loss = Rank(training.model, training.call, training.rank, 0).loss()
+    loss = training.on_this_rank().loss()
     enabled = torch._dynamo.compiled_autograd._enable(lambda graph: graph)
     with pytest.raises(RuntimeError, match="compiled autograd is not supported with sharded gradients"), enabled:
         loss.backward()
@@ -89,10 +92,8 @@ class SyncBatchNorm(BatchNorm):
 def test_batch_norm_over_all_ranks() -> None:
     training = Training(SyncBatchNorm)
     try:
-        for number in range(3):
-            Rank(training.model, training.call, training.rank, number).loss().backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
+        for _ in range(3):
+            training.iterate_sharded()
     except ValueError as error:
         pytest.skip(str(error))
     assert_replicas_equal(training.model.parameters())
@@ -118,11 +119,11 @@ def test_copies_are_models_without_hooks(way: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_remove_leaves_a_plain_model(rank: int) -> None:
+def test_remove_leaves_a_plain_model() -> None:
     training = Training(Unused)
     hooks = _hooks(training.plain)
     training.iterate()
-    Rank(training.model, training.call, rank, 7).loss().backward()
+    training.on_this_rank().loss().backward()
     with pytest.raises(RuntimeError, match="waits for step\\(\\), and remove\\(\\) has dropped it"):
         training.sharding.remove()
     assert _hooks(training.model) == hooks
@@ -139,7 +140,7 @@ def test_remove_leaves_a_plain_model(rank: int) -> None:
     training.optimizer.zero_grad()
     # It can be sharded again, from the values that it has.
     training.sharding = shard_gradients(training.model, training.optimizer, bucket_mb=SMALL_MB)
-    Rank(training.model, training.call, rank, 8).loss().backward()
+    training.on_this_rank().loss().backward()
     training.optimizer.step()
     assert_replicas_equal(training.model.parameters())
 

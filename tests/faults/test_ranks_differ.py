@@ -1,8 +1,7 @@
-"""Bad input, and ranks that differ: the same clear error on every rank, nothing hung, the optimizer as it was."""
+"""Ranks whose parameters, settings or hyperparameters differ: an error on every rank that names the difference."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.ddp_training import Twins
-from support.training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
+from support.pairs import Optimizers, Pair, go_on, trained
+from support.training import set_gradients, small_model, twins
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
@@ -19,68 +19,8 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
-np = pytest.importorskip("numpy", reason="hyperparameters are NumPy's numbers too")
-VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-Pair = tuple[nn.Module, nn.Module]
-Optimizers = tuple[ZeroRedundancyOptimizer, optim.Optimizer]
-
-
-def trained(*, as_bucket_view: bool = False) -> tuple[Pair, Optimizers]:
-    pair = twins()
-    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
-    optimizers = (sharded, optim.Adam(pair[1].parameters()))
-    go_on(pair, optimizers, range(2))
-    return pair, optimizers
-
-
-def go_on(pair: Pair, optimizers: Optimizers, steps: range) -> None:
-    """The sharded run still is where the unsharded one is."""
-    for step in steps:
-        for module, optimizer in zip(pair, optimizers, strict=True):
-            set_gradients(module.parameters(), step)
-            optimizer.step()
-    assert_bitwise_equal(*pair, "after going on")
-
-
-BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "tensor": (lambda: torch.zeros(2), TypeError, "single"),
-    "not iterable": (lambda: 3, TypeError, "int"),
-    "mixed": (lambda: [nn.Parameter(torch.zeros(1)), {"params": []}], TypeError, "one kind"),
-    "empty": (list, ValueError, "empty parameter list"),
-    "no params": (lambda: [{"lr": 0.1}], ValueError, "'params'"),
-}
-
-
-@pytest.mark.by_default(
-    "2-tensor-on all ranks | 2-not iterable-on rank 1 | 2-mixed-on all ranks | 2-empty-on rank 1 | "
-    "2-no params-on all ranks"
-)
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-@pytest.mark.parametrize("name", BAD_PARAMS)
-def test_params_that_cannot_be_used(rank: int, where: str, name: str) -> None:
-    make, error, words = BAD_PARAMS[name]
-    bad = where == "on all ranks" or rank == 1
-    with pytest.raises(error, match=words) as caught:
-        ZeroRedundancyOptimizer(make() if bad else small_model().parameters(), optim.Adam)
-    assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
-
-
-@pytest.mark.ranks(3, backend="gloo")
-def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"rank 1: Adam: Invalid learning rate: -1"):
-        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, lr=-1.0 if rank == 1 else 1.0)
-    with pytest.raises(TypeError, match="no_such_argument"):
-        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, no_such_argument=1)
-    with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
-        ZeroRedundancyOptimizer(small_model().parameters(), optim.LBFGS)
-    with pytest.raises(ValueError, match="nonsense"):
-        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, partition="nonsense")
-    with pytest.raises(ValueError, match="Muon is not known to be elementwise"):
-        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(64, 64))], optim.Muon, partition=cutting("split"))
-
-
 Named = list[tuple[str, torch.Tensor]]
+
 OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
     "a tensor missing": (lambda named: named[:-1], "tensor 8 '4.weight' is here only"),
     "another order": (lambda named: [named[1], named[0], *named[2:]], "another order: tensor 0"),
@@ -88,6 +28,15 @@ OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
     "another dtype": (lambda named: [(n, nn.Parameter(p.detach().double())) for n, p in named], "dtype"),
     "frozen": (lambda named: [(n, p.requires_grad_(n != "2.weight")) for n, p in named], "tensor 4 '2.weight'"),
 }
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_a_plan_that_differs_is_named_on_every_rank(rank: int, name: str) -> None:
+    change, words = OTHER_PLANS[name]
+    named = list(small_model().named_parameters())
+    with pytest.raises(DisagreementError, match=f"rank 2 differs from rank 0: .*{words}"):
+        ZeroRedundancyOptimizer(change(named) if rank == 2 else named, optim.Adam)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -102,15 +51,6 @@ def test_unnamed_parameters_in_another_order_are_found_by_a_hook(rank: int) -> N
     assert [spec.name for spec in optimizer.plan.tensors] == ["param.0", "param.1"]
 
 
-@pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("name", OTHER_PLANS)
-def test_a_plan_that_differs_is_named_on_every_rank(rank: int, name: str) -> None:
-    change, words = OTHER_PLANS[name]
-    named = list(small_model().named_parameters())
-    with pytest.raises(DisagreementError, match=f"rank 2 differs from rank 0: .*{words}"):
-        ZeroRedundancyOptimizer(change(named) if rank == 2 else named, optim.Adam)
-
-
 @pytest.mark.ranks(2, backend="gloo")
 def test_settings_that_differ_are_named(rank: int) -> None:
     with pytest.raises(DisagreementError, match="optimizer is 'Adam' on rank 0 and 'AdamW' on rank 1"):
@@ -118,6 +58,8 @@ def test_settings_that_differ_are_named(rank: int) -> None:
     with pytest.raises(DisagreementError, match="parameters_as_bucket_view is False on rank 0"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, parameters_as_bucket_view=rank == 1)
 
+
+np = pytest.importorskip("numpy", reason="hyperparameters are NumPy's numbers too")
 
 HYPERPARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a number": ({"lr": 0.1}, {"lr": 0.5}, "lr of group 0 is '0.1' on rank 0 and '0.5' on rank 1"),
@@ -163,201 +105,11 @@ def test_hyperparameters_that_cannot_be_compared_are_not(rank: int) -> None:
     assert sharded.param_groups[0]["schedule"](2) == 0.25
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@VIEWS
-def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
-    (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
-    weight = list(model.parameters())[2]
-    weight.requires_grad_(rank == 0)
-    set_gradients(model.parameters(), 5)
-    with pytest.raises(DisagreementError, match=r"tensor 2 'param.2' is trainable .*frozen on rank 1"):
-        sharded.step()
-    assert_replicas_equal(model.parameters())
-    weight.requires_grad_(True)
-    set_gradients(model.parameters(), 6)
-    sharded.step()
-    assert_replicas_equal(model.parameters())
-
-
-@pytest.mark.by_default("2-a sparse gradient-params | 2-a frozen tensor-views")
-@pytest.mark.ranks(2, backend="gloo")
-@VIEWS
-@pytest.mark.parametrize("what", ["a sparse gradient", "a frozen tensor"])
-def test_a_rank_that_refuses_a_step_receives_the_others_shards_where_its_data_was_rebound(
-    rank: int, as_bucket_view: bool, what: str
-) -> None:
-    model, _ = twins()
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=cutting("split"), parameters_as_bucket_view=as_bucket_view
-    )
-    for step in range(2):
-        set_gradients(model.parameters(), step)
-        if step == 1 and rank == 0:
-            for param in model.parameters():
-                param.data = param.data.clone()
-            if what == "a sparse gradient":
-                model[2].weight.grad = model[2].weight.grad.to_sparse()
-            else:
-                model[2].weight.requires_grad_(False).grad = None
-        if step == 1:
-            with pytest.raises((RuntimeError, DisagreementError), match=r"sparse gradient|frozen on rank 0"):
-                sharded.step()
-        else:
-            sharded.step()
-        assert_replicas_equal(model.parameters())
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@VIEWS
-def test_converting_the_model_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
-    (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
-    if rank == 1:
-        model.double()
-    set_gradients(model.parameters(), 5)
-    words = "is a view of a flat buffer" if as_bucket_view else "has optimizer state, and has changed its dtype"
-    with pytest.raises(RuntimeError if as_bucket_view else ValueError, match=rf"rank 1: tensor .* {words}"):
-        sharded.step()
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@VIEWS
-def test_a_local_step_that_fails_on_one_rank(rank: int, as_bucket_view: bool) -> None:
-    (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
-    set_gradients(model.parameters(), 5)
-    if rank == 1:
-        for param in model.parameters():
-            param.grad = param.grad.to_sparse()
-    with pytest.raises(RuntimeError, match="rank 1: Adam does not support sparse gradients"):
-        sharded.step()
-    assert_replicas_equal(model.parameters())
-    set_gradients(model.parameters(), 6)
-    sharded.step()
-    assert_replicas_equal(model.parameters())
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_sparse_gradients_of_cut_tensors_are_refused_before_anything_is_stepped() -> None:
-    model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse gradient, but is cut"):
-        sharded.step()
-    assert_bitwise_equal(model, reference, "after the refused step")
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_a_closure_that_raises_on_one_rank(rank: int) -> None:
-    pair, optimizers = trained()
-
-    def closure() -> float:
-        if rank == 0:
-            raise ZeroDivisionError("no loss today")
-        return 0.0
-
-    set_gradients(pair[0].parameters(), 5)
-    with pytest.raises(ZeroDivisionError, match="no loss today"):
-        optimizers[0].step(closure)
-    assert_replicas_equal(pair[0].parameters())
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(rank: int, where: str) -> None:
-    pair, optimizers = trained()
-    sharded = optimizers[0]
-    added = [nn.Parameter(torch.ones(3, 3)) for _ in pair]
-    good = {"params": [added[0]]}
-    for bad in ({"params": [next(pair[0].parameters())]}, {"lr": 3}, [added[0]], {"params": [1]}):
-        with pytest.raises((TypeError, ValueError)):
-            sharded.add_param_group(bad if where == "on all ranks" or rank == 1 else good)
-        assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
-    with pytest.raises(DisagreementError, match=r"add_param_group.*tensor 9"):
-        sharded.add_param_group(good if rank else {"params": [nn.Parameter(torch.zeros(2))]})
-    assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
-    sharded.add_param_group(good)
-    optimizers[1].add_param_group({"params": [added[1]]})
-    added[0].grad, added[1].grad = torch.ones(3, 3), torch.ones(3, 3)
-    go_on(pair, optimizers, range(2, 4))
-    assert torch.equal(*added)
+AS_BUCKET_VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_different_calls_are_named(rank: int) -> None:
-    pair, optimizers = trained()
-    sharded = optimizers[0]
-    group = {"params": [nn.Parameter(torch.zeros(3))]}
-    with pytest.raises(DisagreementError, match=r"ranks 0, 2 called consolidate.*rank 1 called add_param_group"):
-        sharded.add_param_group(group) if rank == 1 else sharded.consolidate_state_dict()
-    with pytest.raises(DisagreementError, match=r"rank 1 called consolidate_state_dict\(to=1\)"):
-        sharded.consolidate_state_dict(to=int(rank == 1))
-    with pytest.raises(ValueError, match="group rank from 0 to 2"):
-        sharded.consolidate_state_dict(to=7)
-    go_on(pair, optimizers, range(2, 4))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_members_exchanged_behind_the_optimizers_back() -> None:
-    pair, optimizers = trained()
-    members = optimizers[0].param_groups[0]["params"]
-    first, members[0] = members[0], nn.Parameter(torch.zeros(64, 40))
-    set_gradients(pair[0].parameters(), 5)
-    with pytest.raises(RuntimeError, match="members of param_groups"):
-        optimizers[0].step()
-    members[0] = first
-    go_on(pair, optimizers, range(2, 4))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_the_object_can_be_neither_copied_nor_pickled() -> None:
-    _, (sharded, _) = trained()
-    with pytest.raises(TypeError, match="cannot be pickled or deep-copied"):
-        copy.deepcopy(sharded)
-
-
-def share_one_memory(module: nn.Module) -> None:
-    module[2].bias.data = module[0].weight.data.view(-1)[:300]
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-def test_parameters_that_share_memory_are_refused(rank: int, where: str) -> None:
-    model = small_model()
-    if where == "on all ranks" or rank == 1:
-        share_one_memory(model)
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0 .* and parameter 5 of group 0 .* share memory"):
-        ZeroRedundancyOptimizer(model.named_parameters(), optim.Adam)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_parameters_that_come_to_share_memory_are_refused_until_they_are_mended(rank: int) -> None:
-    pair, optimizers = trained()
-    before = pair[0][2].bias.data
-    if rank == 1:
-        share_one_memory(pair[0])
-    set_gradients(pair[0].parameters(), 2)
-    with pytest.raises(ValueError, match="share memory"):
-        optimizers[0].step()
-    pair[0][2].bias.data = before
-    pair[0].load_state_dict(pair[1].state_dict())
-    optimizers[0].load_state_dict(optimizers[1].state_dict())
-    go_on(pair, optimizers, range(2, 4))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_views_of_one_tensor_that_do_not_overlap_are_fine() -> None:
-    flat = torch.ones(64)
-    params = [nn.Parameter(part) for part in (flat[:20], flat[20:40], flat[10:10], flat[40:40], flat[40:])]
-    frozen = nn.Parameter(flat[:30], requires_grad=False)
-    sharded = ZeroRedundancyOptimizer([*params, frozen], optim.SGD, lr=1.0)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    sharded.step()
-    assert torch.equal(flat, torch.zeros(64))
-
-
-@pytest.mark.ranks(3, backend="gloo")
-@VIEWS
+@AS_BUCKET_VIEWS
 def test_a_learning_rate_that_one_rank_alone_has_changed_is_named(rank: int, as_bucket_view: bool) -> None:
     pair, optimizers = trained(as_bucket_view=as_bucket_view)
     if rank == 1:
@@ -473,20 +225,30 @@ def test_a_learning_rate_edited_before_a_group_is_added_is_kept() -> None:
     go_on(pair, optimizers, range(2, 4))
 
 
-# ---------------------------------------------------------------------- several optimizers on one group
+# ---------------------------------------------------------------------- calls
 
 
-def two_alike(**arguments: Any) -> tuple[Pair, Pair, list[tuple[Pair, Optimizers]]]:
-    """Two trainings that nothing tells apart but the order in which their optimizers were built."""
-    first, second = twins(), twins()
-    made = [
-        (
-            pair,
-            (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, **arguments), optim.Adam(pair[1].parameters())),
-        )
-        for pair in (first, second)
+@pytest.mark.ranks(3, backend="gloo")
+def test_different_calls_are_named(rank: int) -> None:
+    pair, optimizers = trained()
+    sharded = optimizers[0]
+    group = {"params": [nn.Parameter(torch.zeros(3))]}
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2 called consolidate.*rank 1 called add_param_group"):
+        sharded.add_param_group(group) if rank == 1 else sharded.consolidate_state_dict()
+    with pytest.raises(DisagreementError, match=r"rank 1 called consolidate_state_dict\(to=1\)"):
+        sharded.consolidate_state_dict(to=int(rank == 1))
+    with pytest.raises(ValueError, match="group rank from 0 to 2"):
+        sharded.consolidate_state_dict(to=7)
+    go_on(pair, optimizers, range(2, 4))
+
+
+def two_alike() -> list[tuple[Pair, Optimizers]]:
+    """Return two trainings that nothing tells apart but the order in which their optimizers were built."""
+    pairs = twins(), twins()
+    return [
+        (pair, (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam), optim.Adam(pair[1].parameters())))
+        for pair in pairs
     ]
-    return first, second, made
 
 
 MIXED_UP: dict[str, Callable[[ZeroRedundancyOptimizer], Any]] = {
@@ -499,21 +261,16 @@ MIXED_UP: dict[str, Callable[[ZeroRedundancyOptimizer], Any]] = {
 }
 
 
-@pytest.mark.by_default(
-    "2-params-step() | 2-params-add_param_group() | 3-views-consolidate_state_dict(to=0) | 3-views-load_state_dict()"
-)
+@pytest.mark.exhaustive_at(2)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("call", MIXED_UP)
-@VIEWS
-def test_two_optimizers_that_look_alike_do_not_pass_for_each_other(
-    rank: int, world_size: int, call: str, as_bucket_view: bool
-) -> None:
-    first, second, made = two_alike(parameters_as_bucket_view=as_bucket_view)
+def test_two_optimizers_that_look_alike_do_not_pass_for_each_other(rank: int, world_size: int, call: str) -> None:
+    made = two_alike()
     for number, (pair, optimizers) in enumerate(made):
         go_on(pair, optimizers, range(number, number + 2))
     for pair, _ in made:
         set_gradients(pair[0].parameters(), 5)
-    before = [[param.detach().clone() for param in pair[0].parameters()] for pair in (first, second)]
+    before = [[param.detach().clone() for param in pair[0].parameters()] for pair, _ in made]
     others = "rank 0" if world_size == 2 else "ranks 0, 2"
     told = (
         rf"{others} called {re.escape(call)} after 2 steps of optimizer 1 \(Adam\); "
@@ -521,7 +278,7 @@ def test_two_optimizers_that_look_alike_do_not_pass_for_each_other(
     )
     with pytest.raises(DisagreementError, match=told):
         MIXED_UP[call](made[rank == 1][1][0])
-    for pair, params in zip((first, second), before, strict=True):
+    for (pair, _), params in zip(made, before, strict=True):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(pair[0].parameters(), params, strict=True))
     # Used rightly, both go on.
     for number, (pair, optimizers) in enumerate(made):
@@ -530,8 +287,7 @@ def test_two_optimizers_that_look_alike_do_not_pass_for_each_other(
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_an_optimizer_that_one_rank_steps_twice(rank: int) -> None:
-    _, _, made = two_alike()
-    (pair, optimizers), (_, others) = made
+    (pair, optimizers), (_, others) = two_alike()
     set_gradients(pair[0].parameters(), 0)
     for step in range(2):
         told = r"ranks 0, 2 called step\(\) after 0 steps of optimizer 2 .* rank 1 called .* 1 steps of optimizer 1"
@@ -561,7 +317,7 @@ def test_optimizers_of_other_shapes_that_change_places_are_an_error_on_every_ran
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_clipping_another_optimizer_on_one_rank(rank: int) -> None:
-    trainings = [Twins("reduce_to_owner_hook"), Twins("reduce_to_owner_hook")]
+    trainings = [Twins(), Twins()]
     for number in (1, 2):
         for training in trainings:
             training.backward(training.ddp, number)

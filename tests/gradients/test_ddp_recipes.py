@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.ddp_training import PARTITIONS
 from support.training import cutting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +45,7 @@ def backward(rank: int, partition: str | None, poison: float = 1.0) -> tuple[nn.
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 def test_norms_and_largest_values_are_those_of_whole_gradients(rank: int, partition: str) -> None:
     plain, _ = backward(rank, None)
     sharded, optimizer = backward(rank, partition)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from support.join_training import (
     EVERY_ENDING,
+    EVERY_MEAN,
+    EVERY_PARTITION,
     PARTITIONS,
     Branches,
     Loop,
@@ -27,10 +29,6 @@ from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
-
-EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
-EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
-
 
 # ---------------------------------------------------------------------- one forward, backward and step
 
@@ -90,7 +88,7 @@ def test_every_combination(world_size: int, partition: str, divide: bool, kind: 
         assert uneven.ddp.module.seen == max(uneven.lengths)
 
 
-@pytest.mark.by_default("2-the first runs out first | 2-one has none | 3-the last does")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_ENDING
 def test_clipping_and_schedules(world_size: int, ending: int) -> None:
@@ -111,10 +109,12 @@ def test_on_subgroups(rank: int, partition: str) -> None:
     Uneven(numbers, group=groups[rank % 2], partition=partition, divide=False).check(usual)
 
 
-@pytest.mark.by_default("2-[3, 6]-{'gradient_as_bucket_view': False} | 2-[4, 1]-{'static_graph': True}")
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("numbers", [[3, 6], [4, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("numbers", "options"),
+    [([3, 6], {"gradient_as_bucket_view": False}), ([4, 1], {"static_graph": True})],
+    ids=["copies", "static graph"],
+)
 def test_other_kinds_of_ddp(options: dict[str, bool], numbers: list[int]) -> None:
     Uneven(numbers, ddp=options).check(usual)
 

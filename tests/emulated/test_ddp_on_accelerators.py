@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import HOOKS, Twins, batch, register, steps_in_backward
+from support.ddp_training import (
+    EVERY_HOOK,
+    HOOKS_AND_PARTITIONS,
+    PARTITIONS,
+    STEPPING_HOOKS,
+    VIEWS,
+    Twins,
+    batch,
+    register,
+    steps_in_backward,
+    train,
+)
 from support.training import cutting, small_model
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -24,9 +35,6 @@ from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
 ACCELERATORS = ["nccl", "emulated"]
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 
 
 def twins_on(device: torch.device, hook: str, *, exact: bool = True, **arguments: Any) -> Twins:
@@ -39,39 +47,28 @@ def loss(ddp: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return ddp(inputs.to(next(ddp.parameters()).device)).square().mean()
 
 
-def train(twins: Twins, last: int = 20) -> None:
-    for number in range(1, last + 1):
-        twins.iterate(number, loss)
-        if number in (1, 2, 3, last):
-            twins.check(f"after iteration {number}")
-
-
-@pytest.mark.by_default(
-    "2-whole-reduce_to_owner_hook | 2-whole-hook_with_zero_step_interleaved | 2-split-hook_with_zero_step"
-)
 @pytest.mark.ranks(2, backend="gloo-cuda")
-@EVERY_HOOK
-@PARTITIONS
+@HOOKS_AND_PARTITIONS
 def test_parity_on_gloo(device: torch.device, hook: str, partition: str) -> None:
-    train(twins_on(device, hook, partition=partition))
+    train(twins_on(device, hook, partition=partition), loss)
 
 
 @pytest.mark.ranks(1, 2, backend=ACCELERATORS)
 @EVERY_HOOK
 @PARTITIONS
-@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@VIEWS
 def test_parity(device: torch.device, hook: str, partition: str, views: bool) -> None:
-    train(twins_on(device, hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
+    train(twins_on(device, hook, partition=partition, ddp={"gradient_as_bucket_view": views}), loss)
 
 
 @pytest.mark.ranks(3, 4, backend=ACCELERATORS)
 @EVERY_HOOK
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 def test_more_ranks_and_a_group_of_some(device: torch.device, rank: int, hook: str, partition: str) -> None:
-    train(twins_on(device, hook, partition=partition))
+    train(twins_on(device, hook, partition=partition), loss)
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])] if dist.get_world_size() == 4 else []
     if pairs:
-        train(twins_on(device, hook, partition=partition, process_group=pairs[rank % 2]), last=4)
+        train(twins_on(device, hook, partition=partition, process_group=pairs[rank % 2]), loss, last=4)
 
 
 def odd_model() -> nn.Module:
@@ -85,13 +82,13 @@ def odd_model() -> nn.Module:
 def test_chunks_and_odd_offsets(device: torch.device, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "STAGING_BYTES", 5_000)
     twins = Twins(hook, model=lambda: odd_model().to(device), partition="split", exact=device.type != "cuda")
-    train(twins, last=4)
+    train(twins, loss, last=4)
 
 
 @pytest.mark.ranks(2, backend=["gloo-cuda", *ACCELERATORS])
 @STEPPING_HOOKS
 def test_a_compressing_hook(device: torch.device, hook: str) -> None:
-    train(twins_on(device, hook, inner=fp16_compress_hook), last=5)
+    train(twins_on(device, hook, inner=fp16_compress_hook), loss, last=5)
 
 
 @pytest.mark.ranks(1, 2, backend=ACCELERATORS)

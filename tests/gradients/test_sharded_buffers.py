@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.sharding_transports import TRANSPORTS, use_transport
+from support.ddp_training import PARTITIONS
+from support.sharded_transports import TRANSPORTS, use_transport
 from support.training import cutting
 from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -243,7 +244,7 @@ CPU = torch.device("cpu")
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("bucket_mb", [PACKED, ALONE], ids=["packed", "alone"])
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 def test_the_contract_is_kept(name: str, bucket_mb: float, partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contract = Contract(monkeypatch)
     with using(name, monkeypatch):

@@ -154,7 +154,7 @@ LOOPS = [plain, clipped, clipped_by_the_optimizer, accumulated, scaled, changed_
 )
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split", "level"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 def test_uneven_inputs(

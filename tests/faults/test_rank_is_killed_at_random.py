@@ -74,30 +74,34 @@ def waits_until_the_timeout(done: dict[str, Any], *, reads: bool, lives_on: bool
     return in_broadcast or in_message
 
 
-def several(ways: list[tuple[Any, ...]], moments: int, default: list[int]) -> list[Any]:
-    """As many moments, one way after the other; those by default are not exhaustive."""
-    return [
-        pytest.param(*ways[seed % len(ways)], seed, marks=[] if seed in default else pytest.mark.exhaustive)
-        for seed in range(moments)
-    ]
+def several(ways: list[tuple[Any, ...]], moments: int, *flags: str) -> list[Any]:
+    """Return as many moments, one way after the other; the id of each has the names of the flags that are set."""
+    cases = []
+    for seed in range(moments):
+        loop, ranks, *values = ways[seed % len(ways)]
+        names = [flag for flag, is_set in zip(flags, values, strict=True) if is_set]
+        cases.append(pytest.param(loop, ranks, *values, seed, id="-".join([loop, str(ranks), *names, str(seed)])))
+    return cases
 
 
-@pytest.mark.by_default("ddp-3-False-3 | reduce_to_owner_hook-3-True-8")
-@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(ENDING, 100, [3, 8]))
+@pytest.mark.by_default("ddp-3-3 | reduce_to_owner_hook-3-reads-8")
+@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(ENDING, 100, "reads"))
 def test_every_other_rank_raises_and_ends(strike: Strike, loop: str, ranks: int, reads: bool, seed: int) -> None:
     check(strike(loop, ranks, reads, lives_on=False, seed=seed), may_be_torchs_own=True)
 
 
-@pytest.mark.by_default("steps-4-False-5 | reduce_to_owner_hook-4-True-10 | hook_with_zero_step_interleaved-4-False-17")
-@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(LIVING, 100, [5, 10, 17]))
+@pytest.mark.by_default("steps-4-5 | reduce_to_owner_hook-4-reads-10 | hook_with_zero_step_interleaved-4-17")
+@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(LIVING, 100, "reads"))
 def test_every_other_rank_raises_where_all_live_on(
     strike: Strike, loop: str, ranks: int, reads: bool, seed: int
 ) -> None:
     check(strike(loop, ranks, reads, lives_on=True, seed=seed), may_be_torchs_own=False)
 
 
-@pytest.mark.by_default("sharded-3-True-False-False-3 | sharded-4-False-True-True-12")
-@pytest.mark.parametrize(("loop", "ranks", "reads", "lives_on", "overlaps", "seed"), several(SHARDED, 60, [3, 12]))
+@pytest.mark.by_default("sharded-3-reads-3 | sharded-4-lives on-overlaps-12")
+@pytest.mark.parametrize(
+    ("loop", "ranks", "reads", "lives_on", "overlaps", "seed"), several(SHARDED, 60, "reads", "lives on", "overlaps")
+)
 def test_every_other_rank_that_shards_gradients_raises(
     strike: Strike, loop: str, ranks: int, reads: bool, lives_on: bool, overlaps: bool, seed: int
 ) -> None:
@@ -109,6 +113,7 @@ def test_every_other_rank_that_shards_gradients_raises(
         assert is_in_time, f"rank {rank} raised after {done['after']:.1f} s in {done['ours']}: {done['message']}"
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(10)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(10))
 def test_ddps_all_reduce_waits_for_who_lives_on_until_the_timeout(strike: Strike, seed: int) -> None:
     check(strike("ddp", 3, seed % 2 == 0, lives_on=True, seed=seed, timeout=5.0), may_be_torchs_own=True)

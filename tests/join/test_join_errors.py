@@ -4,27 +4,20 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import Failing
-from support.join_training import Loop, Uneven, inputs, usual
+from support.ddp_models import Failing
+from support.groups import group_of
+from support.join_training import UNCHECKED, Loop, inputs, short, usual
 from support.training import small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
-
-UNCHECKED = -1
-
-
-def short(numbers: list[int], seconds: float = 4, **options: Any) -> Uneven:
-    return Uneven(numbers, group=dist.new_group(timeout=timedelta(seconds=seconds)), **options)
-
 
 # ---------------------------------------------------------------------- errors of one rank
 
@@ -188,7 +181,7 @@ def test_a_hook_of_another_joinable_that_raises(rank: int, when: str) -> None:
                 hook.post_hook = refuse
             return hook
 
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = group_of(seconds=4)
     model = Picky(small_model().double(), process_group=group)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, process_group=group, lr=0.1)
     # What it raises when all have left is the matter of its rank.
