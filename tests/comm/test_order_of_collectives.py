@@ -96,7 +96,9 @@ def test_interleaved_broadcasts_come_before_the_last_reduction_where_all_paramet
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
-def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_reduced_on_the_side_stream_which_is_joined_once(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
 
     class Noted(SideStream):

@@ -145,7 +145,7 @@ def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: t
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.usefixtures("all_read")
 @pytest.mark.parametrize("moment", ["before it has said where", "before others have read"])
-def test_a_rank_that_ends_while_others_read(rank: int, moment: str, faults: Faults) -> None:
+def test_a_rank_that_ends_while_others_read_is_named(rank: int, moment: str, faults: Faults) -> None:
     reading, bucket = reducer([Run(0, 0, 1000), Run(2, 1000, 2000)]), values_of(rank, 2000)
     faults.kill(rank=1, at="send")
     if rank == 1:

@@ -35,14 +35,14 @@ def trained(device: torch.device, hook: str | None, partition: str = "whole") ->
 
 
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
-def test_ddp_alone(device: torch.device) -> None:
+def test_ddp_alone_trains_as_on_the_cpu(device: torch.device) -> None:
     assert all(map(torch.equal, trained(device, None), trained(torch.device("cpu"), None)))
 
 
 @pytest.mark.ranks(2, 3, 4, backend="emulated")
 @EVERY_HOOK
 @PARTITIONS
-def test_every_hook(device: torch.device, world_size: int, hook: str, partition: str) -> None:
+def test_every_hook_trains_as_on_the_cpu(device: torch.device, world_size: int, hook: str, partition: str) -> None:
     here, there = (trained(place, hook, partition) for place in (device, torch.device("cpu")))
     for ours, theirs in zip(here, there, strict=True):
         # Collectives add three terms in another order than messages do.

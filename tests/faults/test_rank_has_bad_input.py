@@ -28,7 +28,7 @@ BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @pytest.mark.parametrize("name", BAD_PARAMS)
-def test_params_that_cannot_be_used(rank: int, where: str, name: str) -> None:
+def test_params_that_cannot_be_used_are_refused(rank: int, where: str, name: str) -> None:
     make, error, words = BAD_PARAMS[name]
     bad = where == "on all ranks" or rank == 1
     with pytest.raises(error, match=words) as caught:
@@ -37,7 +37,7 @@ def test_params_that_cannot_be_used(rank: int, where: str, name: str) -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
+def test_an_optimizer_class_that_cannot_be_built_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"rank 1: Adam: Invalid learning rate: -1"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, lr=-1.0 if rank == 1 else 1.0)
     with pytest.raises(TypeError, match="no_such_argument"):
@@ -72,7 +72,7 @@ def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(rank: int, whe
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_members_exchanged_behind_the_optimizers_back() -> None:
+def test_members_that_are_exchanged_without_the_optimizer_are_refused() -> None:
     pair, optimizers = trained()
     members = optimizers[0].param_groups[0]["params"]
     first, members[0] = members[0], nn.Parameter(torch.zeros(64, 40))
@@ -98,7 +98,7 @@ AS_BUCKET_VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=[
 
 @pytest.mark.ranks(2, backend="gloo")
 @AS_BUCKET_VIEWS
-def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
+def test_freezing_on_one_rank_alone_is_told(rank: int, as_bucket_view: bool) -> None:
     (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
     weight = list(model.parameters())[2]
     weight.requires_grad_(rank == 0)
@@ -144,7 +144,7 @@ def test_a_rank_that_refuses_a_step_receives_the_others_shards_where_its_data_wa
 
 @pytest.mark.ranks(2, backend="gloo")
 @AS_BUCKET_VIEWS
-def test_converting_the_model_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
+def test_converting_the_model_on_one_rank_alone_is_told(rank: int, as_bucket_view: bool) -> None:
     (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
     if rank == 1:
         model.double()
@@ -156,7 +156,7 @@ def test_converting_the_model_on_one_rank_alone(rank: int, as_bucket_view: bool)
 
 @pytest.mark.ranks(2, backend="gloo")
 @AS_BUCKET_VIEWS
-def test_a_local_step_that_fails_on_one_rank(rank: int, as_bucket_view: bool) -> None:
+def test_a_local_step_that_fails_on_one_rank_is_an_error_on_all(rank: int, as_bucket_view: bool) -> None:
     (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
     set_gradients(model.parameters(), 5)
     if rank == 1:
@@ -182,7 +182,7 @@ def test_sparse_gradients_of_cut_tensors_are_refused_before_anything_is_stepped(
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_closure_that_raises_on_one_rank(rank: int) -> None:
+def test_a_closure_that_raises_on_one_rank_is_an_error_on_all(rank: int) -> None:
     pair, optimizers = trained()
 
     def closure() -> float:

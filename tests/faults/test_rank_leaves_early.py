@@ -86,7 +86,7 @@ def test_a_rank_that_ends_after_its_last_step_costs_the_others_nothing(first: in
 @pytest.mark.by_default("2-messages")
 @pytest.mark.ranks(2, backend="gloo", checks="no:collectives")
 @BOTH_WAYS
-def test_a_rank_that_skips_the_step_of_a_hook(rank: int, twins_by: type[Twins]) -> None:
+def test_a_rank_that_skips_the_step_of_a_hook_is_named(rank: int, twins_by: type[Twins]) -> None:
     twins = twins_by("reduce_to_owner_hook", process_group=group_of(seconds=3))
     twins.iterate(0)
     twins.optimizer.zero_grad()
@@ -105,7 +105,7 @@ def test_a_rank_that_skips_the_step_of_a_hook(rank: int, twins_by: type[Twins]) 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @each_hook_with("frees, bucket_cap_mb", ("nothing", 0.05), ("the last layer", 25), ("nothing", 0.05))
-def test_one_rank_forgets_zero_grad(rank: int, hook: str, frees: str, bucket_cap_mb: float) -> None:
+def test_one_rank_that_forgets_zero_grad_is_told_on_all(rank: int, hook: str, frees: str, bucket_cap_mb: float) -> None:
     twins = Twins(hook, ddp={"gradient_as_bucket_view": frees == "nothing", "bucket_cap_mb": bucket_cap_mb})
     for number in range(4):
         twins.iterate(number)
@@ -133,7 +133,7 @@ def test_one_rank_forgets_zero_grad(rank: int, hook: str, frees: str, bucket_cap
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.usefixtures("reads")
-def test_a_rank_that_returns_early_from_a_loop_that_shards_gradients(rank: int) -> None:
+def test_a_rank_that_returns_early_from_a_loop_that_shards_gradients_is_named(rank: int) -> None:
     training = Training(Plain, bucket_mb=SMALL_MB, group=group_of(seconds=3))
     training.iterate()
     if rank != 1:
@@ -143,7 +143,7 @@ def test_a_rank_that_returns_early_from_a_loop_that_shards_gradients(rank: int) 
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_a_rank_that_returns_early_from_a_loop_that_broadcasts_buffers(rank: int) -> None:
+def test_a_rank_that_returns_early_from_a_loop_that_broadcasts_buffers_is_told(rank: int) -> None:
     training = Training(BatchNorm, bucket_mb=SMALL_MB, group=group_of(seconds=3))
     training.iterate()
     # Ranks wait for each other in the broadcast, before they agree to begin.
@@ -155,7 +155,7 @@ def test_a_rank_that_returns_early_from_a_loop_that_broadcasts_buffers(rank: int
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.usefixtures("reads")
-def test_a_rank_that_skips_step_beside_sharded_gradients(rank: int) -> None:
+def test_a_rank_that_skips_step_beside_sharded_gradients_is_told(rank: int) -> None:
     training = Training(Plain, bucket_mb=SMALL_MB, group=group_of(seconds=3))
     training.iterate()
     training.on_this_rank().loss().backward()

@@ -97,7 +97,9 @@ def test_a_closure_that_raises_on_one_rank_is_an_error_on_every_rank(rank: int) 
 @pytest.mark.ranks(2, backend="gloo", checks="no:collectives")
 @BOTH_WAYS
 @EVERY_HOOK
-def test_a_backward_that_raises_on_one_rank(rank: int, twins_by: type[Twins], hook: str) -> None:
+def test_a_backward_that_raises_on_one_rank_is_an_error_on_the_other(
+    rank: int, twins_by: type[Twins], hook: str
+) -> None:
     twins = twins_by(hook, model=Layers, process_group=group_of(seconds=3), ddp={"bucket_cap_mb": 0.001})
     twins.iterate(0)
     twins.iterate(1)
@@ -158,7 +160,7 @@ def test_an_exception_behind_the_last_bucket_is_told_to_all(
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_another_call_in_place_of_the_end_of_a_backward(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_call_in_place_of_the_end_of_a_backward_is_told(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins()
     twins.iterate(0)
     twins.optimizer.zero_grad()
@@ -238,7 +240,7 @@ CALLS: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
     ],
     ids=[*CALLS, "in place"],
 )
-def test_a_refused_write_to_the_state_of_another_rank(
+def test_a_refused_write_to_the_state_of_another_rank_is_raised_by_the_next_call(
     rank: int, misuse: Callable[[ZeroRedundancyOptimizer], None], call: str, words: str
 ) -> None:
     model, twin = small_model(), small_model()
@@ -308,7 +310,7 @@ def test_connections_can_be_dropped_before_another_rank_has_heard(rank: int) -> 
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
-def test_a_refused_write_before_a_backward_that_does_not_step(rank: int) -> None:
+def test_a_refused_write_before_a_backward_that_does_not_step_is_raised_by_step(rank: int) -> None:
     twins = Twins()
     for number in range(3):
         twins.iterate(number)

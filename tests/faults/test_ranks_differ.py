@@ -286,7 +286,7 @@ def test_two_optimizers_that_look_alike_do_not_pass_for_each_other(rank: int, wo
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_an_optimizer_that_one_rank_steps_twice(rank: int) -> None:
+def test_an_optimizer_that_one_rank_steps_twice_is_told(rank: int) -> None:
     (pair, optimizers), (_, others) = two_alike()
     set_gradients(pair[0].parameters(), 0)
     for step in range(2):
@@ -316,7 +316,7 @@ def test_optimizers_of_other_shapes_that_change_places_are_an_error_on_every_ran
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_clipping_another_optimizer_on_one_rank(rank: int) -> None:
+def test_clipping_another_optimizer_on_one_rank_is_told(rank: int) -> None:
     trainings = [Twins(), Twins()]
     for number in (1, 2):
         for training in trainings:

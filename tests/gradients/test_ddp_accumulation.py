@@ -192,7 +192,7 @@ def test_gradients_that_one_rank_alone_adds_are_told_to_all(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_local_gradients_before_the_first_reduction() -> None:
+def test_local_gradients_are_not_stepped_before_the_first_reduction() -> None:
     model = small_model()
     ddp = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
@@ -320,7 +320,7 @@ def test_gradients_may_be_zeroed_in_the_forward_in_which_ddp_rebuilds_its_bucket
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
-def test_a_hook_that_was_registered_without_the_model(views: bool) -> None:
+def test_a_hook_that_was_registered_without_the_model_accumulates(views: bool) -> None:
     twins = BareTwins(ddp={"gradient_as_bucket_view": views})
     for number in range(5):
         for ddp, optimizer in twins.sides:
@@ -333,7 +333,7 @@ def test_a_hook_that_was_registered_without_the_model(views: bool) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_gradients_that_are_kept_while_ddp_rebuilds_its_buckets_without_the_model() -> None:
+def test_gradients_that_are_kept_while_ddp_rebuilds_its_buckets_are_refused_without_the_model() -> None:
     twins = BareTwins()
     twins.backward(twins.ddp, 0)
     match = r"in its second forward: call zero_grad\(\) before that; or, for the forward, register_reduce_to_owner"
@@ -360,7 +360,9 @@ def test_gradients_are_not_copied_between_forward_and_backward() -> None:
     [(False, "whole", False), (False, "level", False), (True, "split", True)],
     ids=["whole", "level", "accumulated and split"],
 )
-def test_the_bare_hook_after_gradients_were_set_to_zero(accumulates: bool, partition: str, views: bool) -> None:
+def test_a_hook_without_the_model_adds_to_gradients_that_were_set_to_zero(
+    accumulates: bool, partition: str, views: bool
+) -> None:
     twins = BareTwins(
         "reduce_to_owner_hook", partition=partition, parameters_as_bucket_view=views, exact=partition == "whole"
     )

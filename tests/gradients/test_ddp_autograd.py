@@ -48,7 +48,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_hook_with("kind, partition", ("tied", "whole"), ("reentrant", "split"), ("non-reentrant", "whole"))
-def test_tied_weights_and_activation_checkpointing(hook: str, partition: str, kind: str) -> None:
+def test_tied_weights_and_checkpointed_activations_train_alike(hook: str, partition: str, kind: str) -> None:
     model = Tied if kind == "tied" else lambda: Checkpointed(reentrant=kind == "reentrant")
     static = {"static_graph": True} if kind != "tied" else {}
     twins = Twins(hook, model=model, partition=partition, ddp={"bucket_cap_mb": 0.001, **static})
@@ -129,7 +129,7 @@ def convolution() -> nn.Module:
 @pytest.mark.exhaustive_at(1)
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @each_hook_with("partition, views", ("whole", True), ("split", False), ("whole", True))
-def test_other_memory_formats(hook: str, partition: str, views: bool) -> None:
+def test_other_memory_formats_train_alike(hook: str, partition: str, views: bool) -> None:
     twins = Twins(
         hook,
         model=lambda: convolution().to(memory_format=torch.channels_last),
@@ -143,7 +143,7 @@ def test_other_memory_formats(hook: str, partition: str, views: bool) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_hook_with("views", True, False, True)
-def test_a_memory_format_that_changes_behind_ddp(hook: str, views: bool) -> None:
+def test_a_memory_format_that_changes_behind_ddp_is_refused(hook: str, views: bool) -> None:
     twins = Twins(hook, model=convolution, ddp={"gradient_as_bucket_view": views})
     twins.ddp.module.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="has changed its memory format since DistributedDataParallel was built"):
@@ -203,7 +203,7 @@ class CompiledTwins(Twins):
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
 @pytest.mark.parametrize("what", ["whole step", "model", "DDP", "backward", "step()"])
 @EVERY_HOOK
-def test_what_is_compiled(what: str, hook: str) -> None:
+def test_what_is_compiled_trains_alike(what: str, hook: str) -> None:
     twins = CompiledTwins(hook, what)
     for number in range(4):
         twins.iterate(number)

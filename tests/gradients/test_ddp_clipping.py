@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @BOTH_WAYS
 @pytest.mark.parametrize(("norm_type", "partition"), [(2.0, "whole"), (1.0, "split"), (float("inf"), "whole")])
-def test_clipping_by_the_norm_over_all_ranks(twins_by: type[Twins], partition: str, norm_type: float) -> None:
+def test_the_optimizer_clips_by_the_norm_over_all_ranks(
+    twins_by: type[Twins], partition: str, norm_type: float
+) -> None:
     twins = twins_by(partition=partition, exact=False)
     for number in range(5):
         norms = []
@@ -59,7 +61,7 @@ def test_clipping_without_a_hook_is_that_of_torch() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_clipping_what_is_not_finite(rank: int) -> None:
+def test_what_is_not_finite_or_differs_is_not_clipped(rank: int) -> None:
     twins = Twins()
     twins.backward(twins.ddp, 0)
     infinite = Twins()
@@ -93,7 +95,7 @@ def test_orders_of_norms_that_are_not_positive_are_refused(order: float) -> None
     [(None, "whole"), (True, "split"), (False, "whole")],
     ids=["default", "foreach", "for-loop"],
 )
-def test_clipping_by_the_norm(partition: str, foreach: bool | None) -> None:
+def test_torch_clips_by_the_norm(partition: str, foreach: bool | None) -> None:
     twins = Twins(partition=partition, exact=partition == "whole")
     for number in range(3):
         norms = []
@@ -112,7 +114,7 @@ def test_clipping_by_the_norm(partition: str, foreach: bool | None) -> None:
     [(None, "whole"), (True, "split"), (False, "whole")],
     ids=["default", "foreach", "for-loop"],
 )
-def test_clipping_by_value(partition: str, foreach: bool | None) -> None:
+def test_torch_clips_by_value(partition: str, foreach: bool | None) -> None:
     twins = Twins(partition=partition)
     for number in range(3):
         for ddp, optimizer in twins.sides:
@@ -124,7 +126,7 @@ def test_clipping_by_value(partition: str, foreach: bool | None) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_clipping_group_by_group() -> None:
+def test_groups_are_clipped_one_by_one() -> None:
     twins, ours, theirs = reduced()
     for params in (ours[:2], ours[2:]), (theirs[:2], theirs[2:]):
         for group in params:
@@ -158,7 +160,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("clip", "partition"), [(clip_by_norm, "whole"), (clip_by_value, "split")], ids=["by the norm", "by value"]
 )
-def test_mixed_dtypes_and_missing_gradients(rank: int, partition: str, clip: Callable[..., object]) -> None:
+def test_mixed_dtypes_and_missing_gradients_are_clipped(rank: int, partition: str, clip: Callable[..., object]) -> None:
     sides = []
     for is_sharded in (True, False):
         model = Mixed()
@@ -214,7 +216,7 @@ def test_without_norms_torchs_clipping_is_refused_and_ours_is_not() -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(("clips", "partition"), [(True, "whole"), (False, "split")], ids=["unscaled", "stepped"])
-def test_torchs_grad_scaler(rank: int, partition: str, clips: bool) -> None:
+def test_torchs_grad_scaler_skips_the_same_steps(rank: int, partition: str, clips: bool) -> None:
     twins = Twins(partition=partition, exact=partition == "whole")
     device = torch.get_default_device()
     scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2) for _ in twins.sides]

@@ -28,14 +28,14 @@ def large() -> nn.Module:
 
 @pytest.mark.ranks(2, backend="gloo")
 @HOOKS_AND_PARTITIONS
-def test_large_and_small_tensors(hook: str, partition: str) -> None:
+def test_large_tensors_are_reduced_in_place_and_small_ones_packed(hook: str, partition: str) -> None:
     train(CollectiveTwins(hook, model=large, partition=partition, ddp={"bucket_cap_mb": 1}), last=4)
 
 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
-def test_buckets_and_parameters_that_travel_in_chunks(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_and_parameters_travel_in_chunks(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "STAGING_BYTES", 10_000)
     train(CollectiveTwins(hook, partition="split"), last=4)
     train(CollectiveTwins(hook, partition="split", parameters_as_bucket_view=True), last=4)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @BOTH_WAYS
 @EVERY_HOOK
-def test_frozen_parameters_and_a_group_added_later(twins_by: type[Twins], hook: str) -> None:
+def test_frozen_parameters_stay_and_a_group_added_later_is_stepped(twins_by: type[Twins], hook: str) -> None:
     def model() -> nn.Module:
         made = small_model()
         for param in made[0].parameters():
@@ -48,7 +48,7 @@ def test_frozen_parameters_and_a_group_added_later(twins_by: type[Twins], hook: 
 @pytest.mark.exhaustive_at(1)
 @pytest.mark.ranks(1, 2, backend="gloo")
 @each_hook_with("partition", "whole", "split", "level")
-def test_all_parameters_from_the_start_and_unfrozen_later(hook: str, partition: str) -> None:
+def test_parameters_that_are_unfrozen_later_are_stepped(hook: str, partition: str) -> None:
     twins = Twins(
         hook,
         partition=partition,
@@ -108,7 +108,7 @@ def test_parameters_that_are_unfrozen_and_frozen_again_keep_their_owners(hook: s
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("what", ["nothing", "checkpoint"])
-def test_parameters_that_were_unfrozen_before_the_first_backward(what: str) -> None:
+def test_parameters_that_were_unfrozen_before_the_first_backward_are_stepped(what: str) -> None:
     twins = Thawed()
     before, given = twins.optimizer.plan.owners, copy.deepcopy(twins.plain.state_dict())
     for ddp, optimizer in twins.sides:
@@ -121,7 +121,7 @@ def test_parameters_that_were_unfrozen_before_the_first_backward(what: str) -> N
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_parameters_that_are_unfrozen_between_backward_and_step() -> None:
+def test_parameters_that_are_unfrozen_between_backward_and_step_stay_as_they_were() -> None:
     settings, unused = {"momentum": 0.9}, {"find_unused_parameters": True}
     twins = Twins(model=four_layers, optimizer=optim.SGD, settings=settings, groups=frozen_at_first, ddp=unused)
     # Two layers are frozen, and in no bucket's gradients yet.
@@ -152,7 +152,7 @@ def test_parameters_that_one_rank_alone_has_unfrozen_are_stepped_with_its_gradie
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("alone", [0, 1])
-def test_another_layout_after_one_rank_has_given_its_buckets_back(rank: int, alone: int) -> None:
+def test_another_layout_is_agreed_on_after_one_rank_has_given_its_buckets_back(rank: int, alone: int) -> None:
     twins = Thawed()
     before, params = twins.optimizer.plan, list(twins.ddp.parameters())
     twins.backward(twins.ddp, 0)
@@ -178,7 +178,7 @@ def two_layers_frozen() -> nn.Module:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("iterations", [1, 6])
-def test_parameters_that_are_unfrozen_and_in_no_bucket(iterations: int) -> None:
+def test_parameters_that_are_unfrozen_and_in_no_bucket_are_refused(iterations: int) -> None:
     twins = Twins(model=two_layers_frozen, optimizer=optim.SGD)
     twins.iterate(iterations)
     twins.optimizer.zero_grad()

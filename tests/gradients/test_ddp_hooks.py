@@ -51,7 +51,9 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 @EVERY_HOOK
 @VIEWS
 @PARTITIONS
-def test_parity(twins_by: type[Twins], hook: str, partition: str, views: bool) -> None:
+def test_parameters_are_those_of_the_plain_optimizer(
+    twins_by: type[Twins], hook: str, partition: str, views: bool
+) -> None:
     train(twins_by(hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
 
 
@@ -70,14 +72,14 @@ def test_gradients_of_a_small_model_are_added_up_without_a_thread(
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @PARTITIONS_BOTH_WAYS
-def test_parameters_in_flat_buffers(twins_by: type[Twins], hook: str, partition: str) -> None:
+def test_parameters_in_flat_buffers_are_trained_alike(twins_by: type[Twins], hook: str, partition: str) -> None:
     train(twins_by(hook, partition=partition, parameters_as_bucket_view=True), last=4)
 
 
 @pytest.mark.ranks(1, 3, backend=EVERYWHERE)
 @BOTH_WAYS
 @EVERY_HOOK
-def test_one_rank_and_more_ranks_than_tensors(twins_by: type[Twins], hook: str) -> None:
+def test_one_rank_and_more_ranks_than_tensors_train_alike(twins_by: type[Twins], hook: str) -> None:
     train(twins_by(hook, model=lambda: nn.Sequential(nn.Linear(40, 2))), last=4)
 
 
@@ -87,14 +89,14 @@ def test_one_rank_and_more_ranks_than_tensors(twins_by: type[Twins], hook: str) 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @BOTH_WAYS
 @EVERY_HOOK
-def test_subgroups(rank: int, twins_by: type[Twins], hook: str) -> None:
+def test_subgroups_train_each_for_itself(rank: int, twins_by: type[Twins], hook: str) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     train(twins_by(hook, process_group=halves[rank % 2]), last=4)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS_BOTH_WAYS
-def test_static_graph(twins_by: type[Twins], hook: str, views: bool) -> None:
+def test_a_static_graph_is_trained_alike(twins_by: type[Twins], hook: str, views: bool) -> None:
     static = {"static_graph": True, "gradient_as_bucket_view": views}
     train(twins_by(hook, ddp=static), last=6)
     # In the first backward of a static graph DDP announces every bucket as the first, and none as the last.
@@ -105,7 +107,7 @@ def test_static_graph(twins_by: type[Twins], hook: str, views: bool) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
-def test_buckets_of_two_dtypes(hook: str) -> None:
+def test_buckets_of_two_dtypes_are_reduced(hook: str) -> None:
     train(Twins(hook, model=TwoKinds), last=6)
 
 
@@ -131,7 +133,7 @@ def test_bytes_sent_are_those_of_ddp(twins_by: type[Twins], hook: str, world_siz
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @HOOKS_AND_PARTITIONS
-def test_groups_and_schedulers(hook: str, partition: str) -> None:
+def test_groups_and_schedulers_set_learning_rates(hook: str, partition: str) -> None:
     def groups(model: nn.Module) -> Any:
         params = list(model.parameters())
         return [
@@ -152,7 +154,7 @@ def test_groups_and_schedulers(hook: str, partition: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @HOOKS_AND_PARTITIONS
-def test_checkpoints(rank: int, hook: str, partition: str) -> None:
+def test_checkpoints_are_those_of_the_plain_optimizer(rank: int, hook: str, partition: str) -> None:
     twins = Twins(hook, partition=partition)
     train(twins, last=2)
     twins.optimizer.consolidate_state_dict(to=0)
@@ -182,7 +184,7 @@ def test_nan_spreads_as_without_sharding(hook: str) -> None:
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @BOTH_WAYS
 @EVERY_HOOK
-def test_model_converted_between_steps(twins_by: type[Twins], hook: str) -> None:
+def test_a_model_is_converted_between_steps(twins_by: type[Twins], hook: str) -> None:
     twins = twins_by(hook)
     train(twins, last=2)
     for param in twins.ddp.parameters():
@@ -194,7 +196,7 @@ def test_model_converted_between_steps(twins_by: type[Twins], hook: str) -> None
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @each_hook_with("when", "before the forward", "before the backward", "after the backward")
-def test_data_that_is_rebound_and_copied_back_into_flat_buffers(hook: str, when: str) -> None:
+def test_data_that_is_rebound_is_copied_back_into_flat_buffers(hook: str, when: str) -> None:
     twins = Twins(hook, parameters_as_bucket_view=True)
     train(twins, last=2)
 
@@ -229,7 +231,9 @@ def test_data_that_is_rebound_and_copied_back_into_flat_buffers(hook: str, when:
     ],
     ids=str,
 )
-def test_a_forward_between_a_backward_and_its_step(hook: str, partition: str, arguments: dict[str, Any]) -> None:
+def test_a_forward_between_a_backward_and_its_step_changes_nothing(
+    hook: str, partition: str, arguments: dict[str, Any]
+) -> None:
     twins = Twins(hook, partition=partition, ddp=arguments, exact=partition == "whole")
     for number in range(4):
         for ddp, optimizer in twins.sides:
@@ -290,14 +294,14 @@ def test_two_models_in_one_backward_have_messages_of_their_own(rank: int, hook: 
 # Each under one of the hooks, in turn.
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(("hook", "name"), [*zip(cycle(HOOKS), DENSE_OPTIMIZERS)])
-def test_every_optimizer(hook: str, name: str) -> None:
+def test_every_optimizer_trains_alike(hook: str, name: str) -> None:
     optimizer, settings = DENSE_OPTIMIZERS[name]
     train(Twins(hook, optimizer=optimizer, settings=settings), last=4)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
-def test_an_optimizer_that_looks_at_whole_matrices(hook: str) -> None:
+def test_an_optimizer_that_looks_at_whole_matrices_trains_alike(hook: str) -> None:
     def matrices() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(40, 64, bias=False), nn.Linear(64, 7, bias=False), nn.Linear(7, 3, bias=False))
@@ -327,13 +331,13 @@ class Wrapping(optim.Optimizer):
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
-def test_an_optimizer_that_wraps_another(hook: str) -> None:
+def test_an_optimizer_that_wraps_another_trains_alike(hook: str) -> None:
     train(Twins(hook, optimizer=Wrapping), last=6)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS_BOTH_WAYS
-def test_an_optimizer_that_counts_in_its_param_groups(twins_by: type[Twins], hook: str, partition: str) -> None:
+def test_an_optimizer_counts_in_its_param_groups(twins_by: type[Twins], hook: str, partition: str) -> None:
     counting = type("Counting", (Counting,), {"elementwise": True})
     twins = twins_by(hook, optimizer=counting, partition=partition)
     train(twins, last=6)
@@ -386,7 +390,7 @@ INNER: dict[str, dict[str, Any]] = {
     ids=["messages", "collectives"],
 )
 @pytest.mark.parametrize("name", INNER)
-def test_hooks_that_reduce_by_themselves(twins_by: type[Twins], hook: str, name: str, views: bool) -> None:
+def test_inner_hooks_reduce_for_us_as_for_ddp(twins_by: type[Twins], hook: str, name: str, views: bool) -> None:
     # One bucket for PowerSGD: with several of them, its callbacks issue collectives in any order, and gloo aborts.
     ddp = {"gradient_as_bucket_view": views, **({"bucket_cap_mb": 25} if name == "PowerSGD" else {})}
     twins = twins_by(hook, **INNER[name], ddp=ddp)

@@ -36,7 +36,9 @@ def half_of(rank: int, world_size: int) -> dist.ProcessGroup:
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 4, backend="gloo")
 @each_hook_with("narrow", "optimizer", "model", "second model")
-def test_a_model_and_an_optimizer_of_different_ranks(rank: int, world_size: int, hook: str, narrow: str) -> None:
+def test_a_model_and_an_optimizer_of_different_ranks_are_refused(
+    rank: int, world_size: int, hook: str, narrow: str
+) -> None:
     everyone, half = group_of(), half_of(rank, world_size)
     of_optimizer, of_model = (half, everyone) if narrow == "optimizer" else (everyone, half)
     model = small_model().double()
@@ -62,7 +64,7 @@ def test_a_model_and_an_optimizer_of_different_ranks(rank: int, world_size: int,
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
-def test_models_and_hooks_that_do_not_fit(rank: int, hook: str) -> None:
+def test_models_and_hooks_that_do_not_fit_are_refused(rank: int, hook: str) -> None:
     model = small_model()
     ddp = DistributedDataParallel(model)
     without_overlap = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
@@ -88,7 +90,7 @@ def test_models_and_hooks_that_do_not_fit(rank: int, hook: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
-def test_different_bucket_sizes(rank: int, hook: str) -> None:
+def test_different_bucket_sizes_are_told(rank: int, hook: str) -> None:
     model = small_model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, find_unused_parameters=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=steps_in_backward(hook))
@@ -105,7 +107,7 @@ def test_different_bucket_sizes(rank: int, hook: str) -> None:
 # An error breaks off the backward on every rank: what it had announced is never sent.
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
 @each_hook_with("together", True, False, True)
-def test_two_models_with_one_optimizer(hook: str, together: bool) -> None:
+def test_two_models_with_one_optimizer_are_refused(hook: str, together: bool) -> None:
     models = [small_model(), small_model()]
     params = [param for model in models for param in model.parameters()]
     optimizer = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, overlap_with_ddp=steps_in_backward(hook))
@@ -188,7 +190,7 @@ class Growing(nn.Module):
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_hook_with("where", "on all ranks", "on rank 1", "on all ranks")
-def test_a_module_that_ddp_has_never_seen(rank: int, hook: str, where: str) -> None:
+def test_a_module_that_ddp_has_never_seen_is_refused(rank: int, hook: str, where: str) -> None:
     model = Growing().double()
     ddp = DistributedDataParallel(model, process_group=group_of())
     model.grow()
@@ -215,7 +217,7 @@ def test_a_module_that_ddp_has_never_seen(rank: int, hook: str, where: str) -> N
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
-def test_a_parameter_that_ddp_ignores(hook: str) -> None:
+def test_a_parameter_that_ddp_ignores_stays_equal_on_all_ranks(hook: str) -> None:
     model = Growing().double()
     model.grow()
     model.uses_head = True
@@ -280,7 +282,7 @@ def test_experts_one_per_rank_are_refused(rank: int, hook: str, listed: str, whe
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_hook_with("where", "on all ranks", "on rank 1", "on all ranks")
-def test_a_group_of_parameters_that_ddp_does_not_reduce(rank: int, hook: str, where: str) -> None:
+def test_a_group_of_parameters_that_ddp_does_not_reduce_is_refused(rank: int, hook: str, where: str) -> None:
     model = small_model().double()
     model[3].requires_grad_(False)
     named = dict(model.named_parameters())

@@ -47,7 +47,7 @@ READS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_ways_to_ask_for_a_norm() -> None:
+def test_a_norm_is_asked_for_in_several_ways() -> None:
     _, ours, theirs = reduced()
     for read in READS:
         for param, other in zip(ours, theirs, strict=True):
@@ -233,7 +233,7 @@ def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(("value", "partition"), [(math.nan, "whole"), (math.inf, "split"), (-math.inf, "whole")])
-def test_what_is_not_finite_on_one_rank(rank: int, partition: str, value: float) -> None:
+def test_what_is_not_finite_on_one_rank_is_an_error_on_all(rank: int, partition: str, value: float) -> None:
     twins = Twins(partition=partition)
     for ddp, optimizer in twins.sides:
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ IDIOMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     [(small_model, "whole", False), (small_model, "level", False), (convolution, "split", True)],
     ids=["whole", "level", "split and odd memory formats"],
 )
-def test_norms_by_other_words(model: Callable[[], nn.Module], partition: str, views: bool) -> None:
+def test_norms_by_other_words_are_those_of_values(model: Callable[[], nn.Module], partition: str, views: bool) -> None:
     twins, ours, theirs = reduced(partition=partition, model=model, parameters_as_bucket_view=views)
     for scale in (1.0, -0.5):
         for param, other in zip(ours, theirs, strict=True):
@@ -70,7 +70,7 @@ def test_norms_by_other_words(model: Callable[[], nn.Module], partition: str, vi
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_PARTITION
-def test_norms_by_other_words_beside_master_weights(partition: str) -> None:
+def test_norms_by_other_words_are_those_of_values_beside_master_weights(partition: str) -> None:
     sides = []
     for is_sharded in (True, False):
         model = small_model().to(torch.bfloat16)
@@ -214,7 +214,7 @@ PLAIN: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("kind", PLAIN)
-def test_another_optimizer_that_is_stepped_while_a_hook_is_registered(kind: str) -> None:
+def test_another_optimizer_that_steps_beside_a_hook_is_refused(kind: str) -> None:
     twins, ours, _ = reduced()
     other = PLAIN[kind](ours)
     words = (
@@ -250,7 +250,7 @@ def test_the_gradient_of_another_parameter_is_refused() -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_hook_with("partition, where", ("whole", "on all ranks"), ("split", "on rank 1"), ("level", "on all ranks"))
-def test_assigning_the_data_of_a_gradient(rank: int, hook: str, partition: str, where: str) -> None:
+def test_assigning_the_data_of_a_gradient_is_refused(rank: int, hook: str, partition: str, where: str) -> None:
     twins = Twins(hook, partition=partition, parameters_as_bucket_view=partition == "split", exact=partition == "whole")
     twins.iterate(0)
     twins.optimizer.zero_grad()

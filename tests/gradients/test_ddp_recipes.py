@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -14,18 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_training import PARTITIONS
+from support.example_scripts import script
 from support.training import cutting
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import register_reduce_to_owner
-
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-
-
-def recipes() -> ModuleType:
-    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-        return importlib.import_module("gradients")
 
 
 def backward(rank: int, partition: str | None, poison: float = 1.0) -> tuple[nn.Module, Any]:
@@ -49,10 +41,12 @@ def backward(rank: int, partition: str | None, poison: float = 1.0) -> tuple[nn.
 def test_norms_and_largest_values_are_those_of_whole_gradients(rank: int, partition: str) -> None:
     plain, _ = backward(rank, None)
     sharded, optimizer = backward(rank, partition)
-    assert recipes().gradient_norms(sharded) == pytest.approx(recipes().gradient_norms(plain), rel=1e-5)
-    assert recipes().nonfinite_gradients(sharded) == []
+    assert script("gradients").gradient_norms(sharded) == pytest.approx(
+        script("gradients").gradient_norms(plain), rel=1e-5
+    )
+    assert script("gradients").nonfinite_gradients(sharded) == []
     expected = {name: param.grad.abs().max().item() for name, param in plain.named_parameters()}
-    assert recipes().largest_gradients(sharded) == pytest.approx(expected, rel=1e-6)
+    assert script("gradients").largest_gradients(sharded) == pytest.approx(expected, rel=1e-6)
     optimizer.step()
 
 
@@ -60,7 +54,7 @@ def test_norms_and_largest_values_are_those_of_whole_gradients(rank: int, partit
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_every_rank_names_the_gradient_that_is_not_finite(rank: int, poison: float) -> None:
     sharded, _ = backward(rank, "whole", poison)
-    assert recipes().nonfinite_gradients(sharded) == ["2.bias"]
+    assert script("gradients").nonfinite_gradients(sharded) == ["2.bias"]
 
 
 @pytest.mark.ranks(2)
@@ -74,11 +68,11 @@ def test_the_example_logs_norms_traffic_and_bytes_of_state(rank: int) -> None:
 
     unmade = {"init_process_group": lambda _: None, "destroy_process_group": lambda: None}
     with (
-        mock.patch.object(recipes(), "logger", logger),
+        mock.patch.object(script("gradients"), "logger", logger),
         mock.patch.multiple(dist, **unmade),
         mock.patch.object(sys, "argv", ["gradients.py", "tensorboard"]),
     ):
-        recipes().main()
+        script("gradients").main()
     assert made == (["tensorboard"] if rank == 0 else [])
     assert [step for _, step in logged] == (list(range(20)) if rank == 0 else [])
     if logged:
@@ -92,7 +86,7 @@ def test_the_example_logs_norms_traffic_and_bytes_of_state(rank: int) -> None:
 def test_tensorboard_takes_what_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
     monkeypatch.chdir(tmp_path)
-    recipes().logger("tensorboard")({"grad_norm": 0.5}, 3)
+    script("gradients").logger("tensorboard")({"grad_norm": 0.5}, 3)
     [folder] = (tmp_path / "runs").iterdir()
     read = events.EventAccumulator(str(folder)).Reload()
     assert [(each.step, each.value) for each in read.Scalars("grad_norm")] == [(3, 0.5)]

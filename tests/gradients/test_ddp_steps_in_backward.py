@@ -76,7 +76,7 @@ def test_what_a_scheduler_changes_after_step_is_right(hook: str) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @STEPPING_HOOKS
-def test_what_cannot_be_done_once_backward_has_stepped(hook: str) -> None:
+def test_clipping_and_scaling_are_refused_once_backward_has_stepped(hook: str) -> None:
     twins = Twins(hook)
     twins.iterate(0)
     with pytest.raises(ValueError, match="takes neither a closure nor arguments"):
@@ -174,7 +174,7 @@ def test_what_comes_between_a_backward_that_has_stepped_and_its_step_is_refused(
 
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
-def test_a_learning_rate_in_a_tensor_that_changes_after_the_backward(hook: str) -> None:
+def test_a_learning_rate_in_a_tensor_that_changes_after_the_backward_is_refused(hook: str) -> None:
     twins = Twins(hook, process_group=group_of())
     twins.iterate(0)
     rate = twins.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
@@ -187,7 +187,7 @@ def test_a_learning_rate_in_a_tensor_that_changes_after_the_backward(hook: str) 
 
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
-def test_gradients_that_add_up_over_reducing_backwards(hook: str) -> None:
+def test_gradients_that_add_up_over_reducing_backwards_are_refused(hook: str) -> None:
     twins = Twins(hook, process_group=group_of())
     twins.iterate(0)
     twins.optimizer.zero_grad()
@@ -208,7 +208,7 @@ def test_gradients_that_add_up_over_reducing_backwards(hook: str) -> None:
 
 # An error breaks off the backward on every rank: what it had announced is never sent.
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
-def test_hooks_that_would_come_too_late_and_results_of_the_wrong_size() -> None:
+def test_hooks_that_would_come_too_late_and_results_of_the_wrong_size_are_refused() -> None:
     def short(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer()[:1])

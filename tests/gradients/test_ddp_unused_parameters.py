@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 @pytest.mark.exhaustive_at(2, 4)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS_BOTH_WAYS
-def test_parameters_that_some_or_all_ranks_do_not_use(
+def test_parameters_that_no_rank_uses_are_not_stepped(
     rank: int, twins_by: type[Twins], hook: str, partition: str
 ) -> None:
     # Momentum and weight decay would move what has no gradient on any rank.
@@ -59,7 +59,9 @@ def halves(twins: Twins, ddp: nn.Module, number: int, chosen: tuple[int, ...]) -
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize(("partition", "views"), [("whole", True), ("split", False)], ids=["whole", "split"])
-def test_gradients_of_parameters_that_a_later_backward_does_not_use(rank: int, partition: str, views: bool) -> None:
+def test_gradients_of_parameters_that_a_later_backward_does_not_use_are_reduced(
+    rank: int, partition: str, views: bool
+) -> None:
     twins = Twins(
         model=Halves,
         partition=partition,
@@ -236,7 +238,7 @@ class Layers(nn.Module):
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_hook_with("when, place", ("unused", 0), ("unused later", 2), ("frozen later", 0))
-def test_a_parameter_without_a_gradient(hook: str, when: str, place: int) -> None:
+def test_a_parameter_without_a_gradient_is_told_so(hook: str, when: str, place: int) -> None:
     twins = Twins(hook, model=Layers, process_group=group_of(), ddp={"bucket_cap_mb": 0.001})
     layers = twins.ddp.module
     for number in range(0 if when == "unused" else 3):

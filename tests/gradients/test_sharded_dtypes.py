@@ -32,7 +32,7 @@ def half() -> tuple[nn.Linear, ZeroRedundancyOptimizer]:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_what_backward_may_not_compute(rank: int) -> None:
+def test_another_dtype_of_gradients_is_refused_at_once(rank: int) -> None:
     model, optimizer = half()
     model.weight.grad_dtype = torch.float32
     with pytest.raises(ValueError, match=r"'weight' is torch.bfloat16, but its `grad_dtype` is not"):
@@ -41,7 +41,7 @@ def test_what_backward_may_not_compute(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("bucket_mb", [25, 1e-3], ids=["packed", "alone"])
-def test_what_backward_has_computed(rank: int, bucket_mb: float) -> None:
+def test_another_dtype_that_backward_has_computed_is_refused(rank: int, bucket_mb: float) -> None:
     model, optimizer = half()
     # Any dtype is allowed, which nobody knows before.
     model.weight.grad_dtype = None

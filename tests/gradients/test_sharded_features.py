@@ -77,11 +77,12 @@ def train(model: nn.Module, optimizer: ZeroRedundancyOptimizer, rank: int, numbe
 # ---------------------------------------------------------------------- half precision
 
 
-@pytest.mark.by_default("2-False-whole | 2-False-level | 3-True-split")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize("views", [False, True])
-def test_master_weights(rank: int, world_size: int, partition: str, views: bool) -> None:
+@pytest.mark.parametrize(
+    ("partition", "views"), [("whole", False), ("level", False), ("split", True)], ids=["whole", "level", "split views"]
+)
+def test_master_weights_step_in_full_precision(rank: int, world_size: int, partition: str, views: bool) -> None:
     model, plain = make_model(torch.bfloat16), make_model(torch.bfloat16)
     optimizer = sharded(model, partition, master_weights=True, parameters_as_bucket_view=views)
     masters = [nn.Parameter(param.detach().float()) for param in plain.parameters()]
@@ -138,11 +139,9 @@ def straight(numbers: int) -> tuple[nn.Module, optim.Optimizer]:
 SIZES = (2, 3, 1, 2)
 
 
-@pytest.mark.by_default("3-sharded-whole | 3-sharded-level | 3-plain-split")
 @pytest.mark.ranks(3, backend="gloo")
-@PARTITIONS
-@pytest.mark.parametrize("begin", ["sharded", "plain"])
-def test_one_run_that_is_resumed_at_many_sizes_and_by_a_plain_optimizer(rank: int, partition: str, begin: str) -> None:
+@pytest.mark.parametrize(("begin", "partition"), [("sharded", "whole"), ("sharded", "level"), ("plain", "split")])
+def test_one_run_is_resumed_at_many_sizes_and_by_a_plain_optimizer(rank: int, partition: str, begin: str) -> None:
     groups = [dist.new_group(list(range(size))) for size in SIZES]
     saved: list[Any] = [None]
     if begin == "plain":
@@ -172,11 +171,13 @@ def test_one_run_that_is_resumed_at_many_sizes_and_by_a_plain_optimizer(rank: in
     assert_close(model, straight(numbers + 1)[0], 1e-12, "of a plain optimizer")
 
 
-@pytest.mark.by_default("3-after zero_grad()-whole | 3-before step()-split")
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("partition", ["whole", "split"])
-@pytest.mark.parametrize("waits", [False, True], ids=["after zero_grad()", "before step()"])
-def test_distributed_checkpoint(rank: int, partition: str, waits: bool, ranks_tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("partition", "waits"), [("whole", False), ("split", True)], ids=["after zero_grad()", "before step()"]
+)
+def test_a_distributed_checkpoint_is_loaded_at_other_sizes(
+    rank: int, partition: str, waits: bool, ranks_tmp_path: Path
+) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
     if rank < 2:
         model = make_model()
@@ -205,7 +206,7 @@ def test_distributed_checkpoint(rank: int, partition: str, waits: bool, ranks_tm
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_a_consolidation_between_backward_and_step(rank: int, world_size: int, partition: str) -> None:
+def test_a_consolidation_between_backward_and_step_changes_nothing(rank: int, world_size: int, partition: str) -> None:
     model, plain = make_model(), make_model()
     optimizer, reference = sharded(model, partition), optim.AdamW(plain.named_parameters(), lr=0.02)
     for number in range(3):
@@ -227,7 +228,7 @@ def test_a_consolidation_between_backward_and_step(rank: int, world_size: int, p
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
-def test_averaged_parameters(rank: int, world_size: int, partition: str) -> None:
+def test_averaged_parameters_are_those_of_one_process(rank: int, world_size: int, partition: str) -> None:
     model, plain = make_model(), make_model()
     optimizer, reference = sharded(model, partition), optim.AdamW(plain.parameters(), lr=0.02)
     average = AveragedParameters(optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -246,7 +247,7 @@ def test_averaged_parameters(rank: int, world_size: int, partition: str) -> None
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_several_classes_with_groups_of_their_own(rank: int, world_size: int) -> None:
+def test_several_classes_step_groups_of_their_own(rank: int, world_size: int) -> None:
     model, plain = make_model(), make_model()
 
     def groups_of(of: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -58,7 +58,9 @@ def drop_first(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [clip_values, drop_first])
-def test_all_layers_are_in_reentrant_checkpoints(rank: int, change: Callable[[nn.Module], None]) -> None:
+def test_layers_that_are_all_in_reentrant_checkpoints_train_alike(
+    rank: int, change: Callable[[nn.Module], None]
+) -> None:
     """No output of the model itself is in the graph of the outer backward."""
 
     def loss(model: nn.Sequential, rank: int, number: int) -> torch.Tensor:
@@ -68,7 +70,7 @@ def test_all_layers_are_in_reentrant_checkpoints(rank: int, change: Callable[[nn
     check(rank, loss, change)
 
 
-def test_several_forwards_of_a_model_with_statistics_before_a_backward(rank: int) -> None:
+def test_several_forwards_of_a_model_with_statistics_keep_replicas_equal(rank: int) -> None:
     """Buffers are broadcast before the second one, and autograd has saved them in the first."""
     model = layers(has_norm=True)
     optimizer = sharded(model)
@@ -119,7 +121,7 @@ def change_scale(_: optim.Optimizer, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [change_zero, change_scale])
-def test_one_rank_changes_gradients_between_two_backwards(
+def test_a_change_of_gradients_on_one_rank_between_two_backwards_is_told(
     rank: int, change: Callable[[optim.Optimizer, nn.Module], None]
 ) -> None:
     model = layers()
@@ -131,7 +133,7 @@ def test_one_rank_changes_gradients_between_two_backwards(
         model(batch(rank, 1)).sum().backward()
 
 
-def test_a_step_in_a_hook(rank: int) -> None:
+def test_a_step_in_a_hook_is_refused(rank: int) -> None:
     model = layers()
     optimizer = sharded(model)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
@@ -139,7 +141,7 @@ def test_a_step_in_a_hook(rank: int) -> None:
         model(batch(rank, 0)).sum().backward()
 
 
-def test_a_hook_that_drops_a_gradient_that_was_sent(rank: int) -> None:
+def test_a_hook_that_drops_a_gradient_that_was_sent_is_refused(rank: int) -> None:
     model = layers()
     optimizer = sharded(model)
 
@@ -165,7 +167,7 @@ class Extra(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["a frozen parameter", "a buffer", "broadcast_buffers"])
-def test_what_is_not_trained_differs(rank: int, kind: str) -> None:
+def test_ranks_whose_frozen_parameters_or_buffers_differ_are_told(rank: int, kind: str) -> None:
     model = Extra(kind, 4 + rank)
     optimizer = ZeroRedundancyOptimizer(model.trained.named_parameters(), optim.SGD, lr=0.1)
     expected = (
@@ -175,7 +177,7 @@ def test_what_is_not_trained_differs(rank: int, kind: str) -> None:
         shard_gradients(model, optimizer, broadcast_buffers=kind != "broadcast_buffers" or rank == 0)
 
 
-def test_an_expanded_buffer() -> None:
+def test_an_expanded_buffer_is_refused() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("mask", torch.ones(1, 4).expand(4, 4))
     optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.SGD, lr=0.1)

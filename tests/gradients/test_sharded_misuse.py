@@ -111,14 +111,14 @@ REFUSED: dict[str, tuple[Callable[[], GradientSharding], str]] = {
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sharded(name: str) -> None:
+def test_what_cannot_be_sharded_is_refused_by_name(name: str) -> None:
     shard, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         shard()
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_what_is_neither_a_model_nor_a_sharded_optimizer() -> None:
+def test_what_is_neither_a_model_nor_a_sharded_optimizer_is_refused() -> None:
     model = Plain()
     with pytest.raises(TypeError, match=r"takes a zeroshard\.ZeroRedundancyOptimizer"):
         shard_gradients(model, optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ class Other(Plain):
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("problem", ["bucket_mb", "order", "norms", "refused on one rank"])
-def test_ranks_that_differ(rank: int, problem: str) -> None:
+def test_ranks_that_differ_are_told_and_nothing_is_changed(rank: int, problem: str) -> None:
     model, optimizer, arguments = Plain(), None, {"bucket_mb": 1.0, "norms": True}
     words, error = problem, DisagreementError
     if rank == 1:
@@ -207,7 +207,7 @@ def assign(training: Training) -> None:
         (assign, "replaced"),
     ],
 )
-def test_a_model_that_was_changed_afterwards(change: Callable[[Training], None], words: str) -> None:
+def test_a_model_that_was_changed_afterwards_is_refused(change: Callable[[Training], None], words: str) -> None:
     training = sharded()
     before = training.optimizer.traffic.total()
     change(training)
@@ -217,7 +217,7 @@ def test_a_model_that_was_changed_afterwards(change: Callable[[Training], None],
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_an_optimizer_that_is_gone() -> None:
+def test_an_optimizer_that_is_gone_is_told() -> None:
     training = sharded()
     loss = training.on_this_rank().loss()
     del training.optimizer, training.sharding
@@ -321,7 +321,7 @@ class Sparse(torch.autograd.Function):
 
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
 @WHERE
-def test_a_sparse_gradient_of_a_dense_parameter(rank: int, where: str) -> None:
+def test_a_sparse_gradient_of_a_dense_parameter_is_refused(rank: int, where: str) -> None:
     training = sharded()
     loss = training.on_this_rank().loss()
     if where == "on all ranks" or rank == 1:
@@ -381,7 +381,9 @@ class _Fail(torch.autograd.Function):
 @WHERE
 @pytest.mark.parametrize("then", ["forward", "step", "clip"])
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
-def test_an_exception_in_backward(rank: int, where: str, then: str, transport: None) -> None:
+def test_an_exception_in_backward_ends_the_training_on_all_ranks(
+    rank: int, where: str, then: str, transport: None
+) -> None:
     training = Training(Failing, bucket_mb=SMALL_MB, group=group_of(seconds=8))
     training.iterate()
     raises = where == "on all ranks" or rank == 1
@@ -420,7 +422,7 @@ def test_an_exception_before_the_first_bucket_leaves_nothing(where: str) -> None
 
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
 @pytest.mark.parametrize("other", ["step", "another backward", "frozen"])
-def test_other_calls_on_one_rank(rank: int, other: str) -> None:
+def test_other_calls_on_one_rank_are_told(rank: int, other: str) -> None:
     training = sharded()
     if rank == 1 and other == "frozen":
         training.model.b.requires_grad_(False)

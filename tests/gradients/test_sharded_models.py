@@ -64,7 +64,7 @@ def test_models_are_trained_as_in_one_process(part: int, transport: None) -> Non
 @pytest.mark.ranks(2, 3, 4, backend="gloo", timeout=600)
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
-def test_every_model_in_every_way(kind: type[Plain], transport: None) -> None:
+def test_every_model_is_trained_in_every_way_as_in_one_process(kind: type[Plain], transport: None) -> None:
     for partition, options in WAYS:
         train(kind, partition, options)
 
@@ -89,7 +89,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_batch_norm_over_all_ranks() -> None:
+def test_statistics_over_all_ranks_keep_replicas_equal() -> None:
     training = Training(SyncBatchNorm)
     try:
         for _ in range(3):

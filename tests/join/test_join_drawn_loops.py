@@ -104,11 +104,11 @@ def check(world_size: int, examples: int) -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_some(world_size: int) -> None:
+def test_some_loops_end_as_in_one_process(world_size: int) -> None:
     check(world_size, 12)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.ranks(2, 3, backend="gloo", timeout=600)
-def test_more(world_size: int) -> None:
+def test_more_loops_end_as_in_one_process(world_size: int) -> None:
     check(world_size, 120)

@@ -50,14 +50,9 @@ class Struck(nn.Sequential):
 PLACES = ["before the forward", "in the forward", "before backward", "after backward", "before the step", "at the end"]
 
 
-@pytest.mark.by_default(
-    "3-all have data-before the forward | 3-all have data-before backward | 3-all have data-before the step | "
-    "3-rank 0 has run out-in the forward | 3-rank 0 has run out-after backward | 3-rank 0 has run out-at the end"
-)
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("numbers", [[4, 4, 4], [2, 4, 4]], ids=["all have data", "rank 0 has run out"])
-def test_an_exception_on_one_rank(rank: int, where: str, numbers: list[int]) -> None:
+@pytest.mark.parametrize(("where", "numbers"), [*zip(PLACES, 3 * ([4, 4, 4], [2, 4, 4]), strict=True)], ids=PLACES)
+def test_an_exception_on_one_rank_is_raised_on_all(rank: int, where: str, numbers: list[int]) -> None:
     strike = Strike(rank, where)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -104,7 +99,7 @@ class FailsInTheMiddle(Halves):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_an_exception_in_a_backward(rank: int) -> None:
+def test_an_exception_in_a_backward_is_raised_on_all(rank: int) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return Failing.apply(model(batch)).square().mean()  # type: ignore[no-untyped-call,no-any-return]
 
@@ -118,7 +113,7 @@ def test_an_exception_in_a_backward(rank: int) -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_a_local_step_that_raises(rank: int) -> None:
+def test_a_local_step_that_raises_is_an_error_on_all(rank: int) -> None:
     class Picky(optim.SGD):
         steps = 0
 
@@ -149,7 +144,7 @@ def test_training_goes_on_in_another_block_after_an_error(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_errors_that_are_caught_inside_the_block(rank: int) -> None:
+def test_errors_that_are_caught_inside_the_block_are_raised_at_its_end(rank: int) -> None:
     uneven = short([2, 4])
     with (
         pytest.raises(RuntimeError, match=r"has ended with an error on every rank|rank 0 has run out of data"),
@@ -165,7 +160,7 @@ def test_errors_that_are_caught_inside_the_block(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("when", ["made", "called"])
-def test_a_hook_of_another_joinable_that_raises(rank: int, when: str) -> None:
+def test_a_hook_of_another_joinable_may_raise(rank: int, when: str) -> None:
     class Picky(DistributedDataParallel):
         def join_hook(self, **kwargs: Any) -> Any:
             hook = super().join_hook(**kwargs)

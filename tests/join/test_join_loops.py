@@ -175,7 +175,7 @@ FORMS: list[Script] = [
 @pytest.mark.parametrize(
     ("script", "ending"), [*zip(FORMS, cycle(range(3)))], ids=lambda value: getattr(value, "__name__", value)
 )
-def test_loops_of_every_form(world_size: int, script: Script, ending: int) -> None:
+def test_loops_of_every_form_end_as_in_one_process(world_size: int, script: Script, ending: int) -> None:
     divide = (FORMS.index(script) + ending) % 2 == 0
     Uneven(lengths_of(world_size)[ending], divide=divide, partition=PARTITIONS[ending % 2]).check(script)
 
@@ -185,13 +185,15 @@ def test_loops_of_every_form(world_size: int, script: Script, ending: int) -> No
 @EVERY_PARTITION
 @EVERY_MEAN
 @pytest.mark.parametrize("script", FORMS, ids=lambda script: script.__name__)
-def test_loops_of_every_form_in_every_way(world_size: int, script: Script, divide: bool, partition: str) -> None:
+def test_loops_of_every_form_end_in_every_way_as_in_one_process(
+    world_size: int, script: Script, divide: bool, partition: str
+) -> None:
     for numbers in lengths_of(world_size):
         Uneven(numbers, divide=divide, partition=partition).check(script)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_leaving_between_any_two_calls() -> None:
+def test_ranks_may_leave_between_any_two_calls() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.backward(number + 50)
@@ -207,7 +209,7 @@ def test_leaving_between_any_two_calls() -> None:
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @MEANS_AND_ENDINGS
-def test_a_scaler_that_leaves_out_steps(rank: int, world_size: int, divide: bool, ending: int) -> None:
+def test_a_scaler_leaves_out_the_same_steps_on_all_ranks(rank: int, world_size: int, divide: bool, ending: int) -> None:
     numbers = lengths_of(world_size)[ending]
     uneven = Uneven(numbers, divide=divide)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
@@ -237,7 +239,7 @@ class Scaled(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_arguments_of_steps_and_hyperparameters() -> None:
+def test_arguments_of_steps_and_hyperparameters_reach_ranks_that_have_ended() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)

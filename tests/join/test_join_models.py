@@ -115,7 +115,9 @@ def after_one_of_ignored(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     ],
     ids=["adversarial", "penalties", "of a distribution", "kept", "of ignored ones"],
 )
-def test_losses(world_size: int, ending: int, model: Callable[[], nn.Module], loss: Loss) -> None:
+def test_losses_of_every_kind_end_as_in_one_process(
+    world_size: int, ending: int, model: Callable[[], nn.Module], loss: Loss
+) -> None:
     Uneven(lengths_of(world_size)[ending], model=model, loss=loss).check(usual)
 
 
@@ -125,7 +127,7 @@ def test_losses(world_size: int, ending: int, model: Callable[[], nn.Module], lo
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @MEANS_AND_ENDINGS
-def test_unused_parameters(world_size: int, divide: bool, ending: int) -> None:
+def test_unused_parameters_end_as_in_one_process(world_size: int, divide: bool, ending: int) -> None:
     def kept(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
@@ -146,7 +148,7 @@ class Switched(Branches):
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_ENDING
-def test_unused_parameters_after_the_block(ending: int) -> None:
+def test_unused_parameters_are_known_after_the_block(ending: int) -> None:
     script = windows(1, to_none=ending != 1)
     uneven = Uneven(lengths_of(2)[ending], model=Switched, ddp=UNUSED)
     uneven.check(script)
@@ -157,7 +159,7 @@ def test_unused_parameters_after_the_block(ending: int) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_freezing_and_unfreezing() -> None:
+def test_parameters_are_frozen_and_unfrozen_in_the_block() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.change(lambda model: freeze(model, number))
         usual(loop, number)
@@ -172,7 +174,7 @@ def test_freezing_and_unfreezing() -> None:
 
 # The emulated device has no sparse tensors.
 @pytest.mark.ranks(2, backend="gloo")
-def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
+def test_sparse_gradients_of_a_rank_that_had_batches_are_known() -> None:
     def table() -> nn.Module:
         torch.manual_seed(0)
         return nn.Embedding(20, 3, sparse=True)
@@ -185,7 +187,7 @@ def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_static_graph_that_a_rank_knows_from_a_block_before() -> None:
+def test_a_static_graph_is_known_from_a_block_before() -> None:
     uneven = Uneven([1, 4], ddp={"static_graph": True})
     for uneven.lengths in ([1, 4], [0, 3]):
         uneven.check(usual)
@@ -211,5 +213,5 @@ class Checkpointed(nn.Module):
     [(True, usual, [2, 5]), (False, windows(2), [6, 3])],
     ids=["reentrant", "not reentrant, windows"],
 )
-def test_checkpoints(reentrant: bool, script: Script, numbers: list[int]) -> None:
+def test_checkpointed_activations_end_as_in_one_process(reentrant: bool, script: Script, numbers: list[int]) -> None:
     Uneven(numbers, model=lambda: Checkpointed(reentrant)).check(script)

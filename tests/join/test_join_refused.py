@@ -49,7 +49,7 @@ def two_backwards_over_one_forward(loop: Loop, number: int) -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_gradients_that_no_backward_has_reduced() -> None:
+def test_gradients_that_no_backward_has_reduced_are_refused() -> None:
     match = "no backward inside Join has reduced, so the part of the first one is unknown"
     # Nothing is refused while all have data.
     Uneven([3, 3, 3]).train(two_backwards_over_one_forward)
@@ -63,7 +63,7 @@ def test_gradients_that_no_backward_has_reduced() -> None:
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("operation", ["add_param_group", "load_state_dict", "step"])
-def test_what_needs_all_ranks(operation: str) -> None:
+def test_calls_that_need_all_ranks_are_refused(operation: str) -> None:
     uneven = short([2, 4, 4])
     argument: Any = {
         "add_param_group": {"params": nn.Linear(3, 3).double().parameters()},
@@ -86,7 +86,7 @@ class Noted(optim.SGD):
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_what_cannot_be_told() -> None:
+def test_what_cannot_be_told_to_ranks_that_have_ended_is_refused() -> None:
     uneven = short([2, 4, 4])
     groups = uneven.optimizer.param_groups
     groups[0]["note"] = object()
@@ -110,14 +110,14 @@ def test_what_cannot_be_told() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_static_graph_on_a_rank_without_a_batch() -> None:
+def test_a_static_graph_on_a_rank_without_a_batch_is_refused() -> None:
     uneven = short([0, 3], ddp={"static_graph": True})
     uneven.refuse(usual, "learns a static_graph in the first batch: give every rank one", error=ValueError)
 
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("least", [0, 1])
-def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, least: int) -> None:
+def test_sparse_gradients_on_a_rank_with_too_few_batches_are_refused(rank: int, least: int) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model((batch[:, 0].abs() * 19 % 20).long()).square().mean()
         return result
@@ -138,7 +138,7 @@ def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, least: int) 
 @pytest.mark.parametrize(
     ("kind", "numbers"), [("another forward", [4, 4, 4]), ("another step", [1, 4, 4]), ("no step", [4, 4, 4])]
 )
-def test_ranks_that_make_different_calls(rank: int, numbers: list[int], kind: str) -> None:
+def test_ranks_that_make_different_calls_are_told(rank: int, numbers: list[int], kind: str) -> None:
     def script(loop: Loop, number: int) -> None:
         is_here = rank == 2 and number == 2
         loop.zero()
@@ -197,7 +197,7 @@ def test_what_is_refused_at_once() -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("enable", [True, False])
-def test_torchs_join(enable: bool) -> None:
+def test_torchs_join_is_refused(enable: bool) -> None:
     uneven = short([2, 3])
     match = "torch's Join does not support zeroshard's optimizer: use zeroshard_integrations.join.Join, which takes the"
     with pytest.raises(RuntimeError, match=match):
@@ -205,11 +205,13 @@ def test_torchs_join(enable: bool) -> None:
     uneven.check(usual)
 
 
-@pytest.mark.by_default("3-on one rank-[3, 3, 3] | 3-on one rank-[0, 3, 3] | 3-on all-[1, 3, 3]")
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("numbers", [[3, 3, 3], [1, 3, 3], [0, 3, 3]], ids=str)
-@pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all"])
-def test_no_sync(rank: int, numbers: list[int], alone: bool) -> None:
+@pytest.mark.parametrize(
+    ("alone", "numbers"),
+    [(True, [3, 3, 3]), (True, [0, 3, 3]), (False, [1, 3, 3])],
+    ids=["on one rank", "on one rank, none", "on all"],
+)
+def test_no_sync_once_a_rank_has_ended(rank: int, numbers: list[int], alone: bool) -> None:
     def script(loop: Loop, number: int) -> None:
         if number == 2 and (rank == 2 or not alone):
             with uneven.ddp.no_sync():
@@ -223,7 +225,7 @@ def test_no_sync(rank: int, numbers: list[int], alone: bool) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_hook_that_is_registered_in_the_block() -> None:
+def test_a_hook_that_is_registered_in_the_block_is_refused() -> None:
     uneven = short([2, 2])
     with pytest.raises(ValueError, match=HOOK_LEFT_OUT), Join([uneven.ddp, uneven.optimizer]):
         register_reduce_to_owner(uneven.ddp, uneven.optimizer)
@@ -232,7 +234,7 @@ def test_a_hook_that_is_registered_in_the_block() -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @each_hook_with("numbers", [2, 2], [0, 2], [2, 0])
-def test_torchs_join_of_a_model_with_a_hook(rank: int, hook: str, numbers: list[int]) -> None:
+def test_torchs_join_of_a_model_with_a_hook_is_refused(rank: int, hook: str, numbers: list[int]) -> None:
     # As Accelerate's join_uneven_inputs([ddp]) enters it. A rank without data raises too.
     ddp, optimizer = hooked(hook)
     before = [param.clone() for param in ddp.parameters()]
@@ -250,7 +252,7 @@ def test_torchs_join_of_a_model_with_a_hook(rank: int, hook: str, numbers: list[
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_ranks_that_enter_with_other_settings(rank: int) -> None:
+def test_ranks_that_enter_with_other_settings_are_told(rank: int) -> None:
     for settings in ({"throw_on_early_termination": rank == 1}, {"thing": rank}):
         uneven = short([2, 3])
         uneven.arguments = settings
@@ -263,7 +265,7 @@ def test_ranks_that_enter_with_other_settings(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_throw_on_early_termination(rank: int) -> None:
+def test_throw_on_early_termination_raises_on_every_rank(rank: int) -> None:
     uneven = short([2, 4])
     uneven.arguments, batches = {"throw_on_early_termination": True}, []
 
@@ -284,7 +286,7 @@ def test_throw_on_early_termination(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int) -> None:
+def test_parameters_that_are_trained_only_after_a_rank_has_run_out_are_refused(rank: int) -> None:
     def script(loop: Loop, number: int) -> None:
         loop.change(lambda model: [param.requires_grad_(number >= 2) for param in list(model.parameters())[:2]])
         usual(loop, number)
@@ -295,14 +297,14 @@ def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int) ->
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_leaving_after_the_first_forward() -> None:
+def test_leaving_after_the_first_forward_is_refused() -> None:
     # Its calls are zero, the forward, the backward, step.
     with pytest.raises(ValueError, match="leave the loop before that, or after the backward"):
         Uneven([4, 4], calls=[2, 99]).train(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo", checks="no:deadlock")
-def test_uneven_data_in_the_join_of_ddp_without_a_hook(rank: int) -> None:
+def test_uneven_data_in_the_join_of_ddp_is_told_of_ours(rank: int) -> None:
     group = group_of(seconds=3)
     model = small_model().double()
     ddp = DistributedDataParallel(model, process_group=group)

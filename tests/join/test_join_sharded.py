@@ -157,7 +157,7 @@ LOOPS = [plain, clipped, clipped_by_the_optimizer, accumulated, scaled, changed_
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
-def test_uneven_inputs(
+def test_uneven_inputs_end_as_in_one_process(
     rank: int, world_size: int, partition: str, loop: Callable[..., None], lengths: str, divide: bool
 ) -> None:
     counts = [LENGTHS[lengths](each, world_size) for each in range(world_size)]
@@ -224,13 +224,13 @@ def test_every_rank_raises_as_soon_as_one_has_run_out(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_ranks_with_other_settings(rank: int) -> None:
+def test_ranks_with_other_settings_are_told(rank: int) -> None:
     with pytest.raises(DisagreementError, match="divide_by_initial_world_size=False"):
         train(Training("split"), batches_of(rank, 1), divide_by_initial_world_size=rank == 0)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_gradients_that_no_backward_has_reduced(rank: int) -> None:
+def test_gradients_that_no_backward_has_reduced_are_refused(rank: int) -> None:
     training = Training("split")
     assert training.sharding is not None
     with pytest.raises(RuntimeError, match="gradients that no backward has reduced"), training.sharding.join():
@@ -243,7 +243,7 @@ def test_gradients_that_no_backward_has_reduced(rank: int) -> None:
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("place", ["before forward", "after backward"])
-def test_an_exception_on_one_rank(rank: int, place: str) -> None:
+def test_an_exception_on_one_rank_is_raised_on_all(rank: int, place: str) -> None:
     training = Training("whole")
     assert training.sharding is not None
     with pytest.raises(ValueError, match="file 7 is damaged"), training.sharding.join():
@@ -258,7 +258,7 @@ def test_an_exception_on_one_rank(rank: int, place: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_ranks_with_data_that_make_other_calls(rank: int) -> None:
+def test_ranks_with_data_that_make_other_calls_are_told(rank: int) -> None:
     training = Training("whole")
     assert training.sharding is not None
     with pytest.raises(DisagreementError, match="make a step"), training.sharding.join():
@@ -270,7 +270,7 @@ def test_ranks_with_data_that_make_other_calls(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_what_needs_all_ranks(rank: int) -> None:
+def test_calls_that_need_all_ranks_are_refused(rank: int) -> None:
     training = Training("whole")
     assert training.sharding is not None
     with pytest.raises(RuntimeError, match="need all ranks, and one has run out of data"), training.sharding.join():
@@ -279,7 +279,7 @@ def test_what_needs_all_ranks(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_block_in_a_block() -> None:
+def test_a_block_in_a_block_is_refused() -> None:
     training = Training("whole")
     assert training.sharding is not None
     with training.sharding.join(), pytest.raises(RuntimeError, match="another block"), training.sharding.join():

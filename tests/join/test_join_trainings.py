@@ -71,7 +71,9 @@ COMBINATIONS = list(product(PARTITIONS, [True, False], range(len(MODELS)), ("Ada
 @EVERY_MEAN
 @pytest.mark.parametrize("kind", range(len(MODELS)), ids=[model.__name__ for model, _ in MODELS])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-def test_every_combination(world_size: int, partition: str, divide: bool, kind: int, optimizer: str) -> None:
+def test_models_optimizers_and_partitions_end_as_in_one_process(
+    world_size: int, partition: str, divide: bool, kind: int, optimizer: str
+) -> None:
     place = COMBINATIONS.index((partition, divide, kind, optimizer)) + world_size
     model, options = MODELS[kind]
     uneven = Uneven(
@@ -91,7 +93,7 @@ def test_every_combination(world_size: int, partition: str, divide: bool, kind: 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_ENDING
-def test_clipping_and_schedules(world_size: int, ending: int) -> None:
+def test_clipping_and_schedules_go_on_until_all_have_ended(world_size: int, ending: int) -> None:
     def clipped(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)
@@ -103,7 +105,7 @@ def test_clipping_and_schedules(world_size: int, ending: int) -> None:
 
 @pytest.mark.ranks(4, backend="gloo")
 @EVERY_PARTITION
-def test_on_subgroups(rank: int, partition: str) -> None:
+def test_subgroups_end_each_for_itself(rank: int, partition: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
     Uneven(numbers, group=groups[rank % 2], partition=partition, divide=False).check(usual)
@@ -115,17 +117,17 @@ def test_on_subgroups(rank: int, partition: str) -> None:
     [([3, 6], {"gradient_as_bucket_view": False}), ([4, 1], {"static_graph": True})],
     ids=["copies", "static graph"],
 )
-def test_other_kinds_of_ddp(options: dict[str, bool], numbers: list[int]) -> None:
+def test_other_kinds_of_ddp_end_alike(options: dict[str, bool], numbers: list[int]) -> None:
     Uneven(numbers, ddp=options).check(usual)
 
 
 @pytest.mark.ranks(1, backend="gloo")
-def test_one_rank() -> None:
+def test_one_rank_trains_alone() -> None:
     Uneven([4]).check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_model_with_the_plain_optimizer(rank: int) -> None:
+def test_a_model_with_the_plain_optimizer_is_brought_along(rank: int) -> None:
     # The others' steps are not shadowed; the model is brought along at the end.
     for divide in (True, False):
         uneven = Uneven([2, 5], divide=divide)
@@ -140,7 +142,7 @@ def test_a_model_with_the_plain_optimizer(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
-def test_an_optimizer_without_a_model(rank: int, world_size: int) -> None:
+def test_an_optimizer_without_a_model_steps_on_all_ranks(rank: int, world_size: int) -> None:
     model, plain = (small_model().double() for _ in range(2))
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=1e-2)
     reference = optim.Adam(plain.parameters(), lr=1e-2)
@@ -161,7 +163,7 @@ def test_an_optimizer_without_a_model(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_several_blocks_of_which_one_is_disabled() -> None:
+def test_several_blocks_follow_each_other_of_which_one_is_disabled() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
