@@ -20,18 +20,15 @@ from support.ddp_training import (
     VIEWS,
     Twins,
     batch,
-    register,
-    steps_in_backward,
     train,
+    with_hook,
 )
-from support.training import cutting, small_model
+from support.training import small_model
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import collectives
 from zeroshard_core import Cost, TensorSpec
-from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
 ACCELERATORS = ["nccl", "emulated"]
@@ -115,15 +112,7 @@ def test_replicas_stay_equal_in_bfloat16(device: torch.device, hook: str, master
     model = small_model().to(device, torch.bfloat16)
     before = [param.detach().clone() for param in model.parameters()]
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(),
-        torch.optim.AdamW,
-        lr=1e-2,
-        partition=cutting("split"),
-        master_weights=master_weights,
-        overlap_with_ddp=steps_in_backward(hook),
-    )
-    register(hook, ddp, optimizer)
+    optimizer = with_hook(hook, ddp, torch.optim.AdamW, partition="split", master_weights=master_weights, lr=1e-2)
     for number in range(4):
         optimizer.zero_grad()
         ddp(batch(number).to(device, torch.bfloat16)).square().mean().backward()
@@ -154,8 +143,7 @@ def test_clipping_and_unscaling_cost_the_same_for_any_number_of_tensors(
     kernels: dict[str, list[int]] = {"clip": [], "unscale": []}
     for number in (10, 1_000):
         ddp = DistributedDataParallel(Many(number).to(device), gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, partition=first_rank)
-        register_reduce_to_owner(ddp, optimizer)
+        optimizer = with_hook("reduce_to_owner_hook", ddp, partition=first_rank)
         scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
         for _ in range(2):
             # The second time, what is made once is there.

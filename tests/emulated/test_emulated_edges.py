@@ -20,8 +20,7 @@ from support.ddp_training import (
     MANY_BUCKETS,
     PARTITIONS,
     STEPPING_HOOKS,
-    register,
-    steps_in_backward,
+    with_hook,
 )
 from support.training import cutting, small_model
 from torch import nn, optim
@@ -65,14 +64,7 @@ def test_memory_that_is_freed_after_an_error_in_backward(
     with training:
         model = small_model().double().to(device)
         ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(
-            ddp.parameters(),
-            optim.AdamW,
-            lr=1e-2,
-            overlap_with_ddp=steps_in_backward(hook),
-            partition=cutting(partition),
-        )
-        register(hook, ddp, optimizer)
+        optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition, lr=1e-2)
         inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
         # The first backward has one bucket.
         for _ in range(2):
@@ -120,8 +112,7 @@ def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device, m
     current, side = torch.accelerator.current_stream(), torch.Stream(device)
     stepping = _stepping(device, 64)
     ddp = DistributedDataParallel(small_model().double().to(device), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, lr=1e-2, partition=cutting("split"))
-    register("reduce_to_owner_hook", ddp, optimizer)
+    optimizer = with_hook("reduce_to_owner_hook", ddp, optim.AdamW, partition="split", lr=1e-2)
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
     for _ in range(3):
         optimizer.zero_grad()
@@ -161,7 +152,7 @@ def test_two_models_whose_buckets_come_in_turns(
         DistributedDataParallel(model.double().to(device), bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
         for model in (Around(), nn.Sequential(nn.Linear(2, 300), nn.Linear(300, 300)))
     )
-    optimizers = [_with_hook(ddp) for ddp in (outer, inner)]
+    optimizers = [with_hook("reduce_to_owner_hook", ddp, partition="split") for ddp in (outer, inner)]
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
     for _ in range(4):
         for optimizer in optimizers:
@@ -179,7 +170,7 @@ def test_a_buffer_that_grows_for_the_next_model(device: torch.device, monkeypatc
         DistributedDataParallel(nn.Linear(width, width, bias=False).double().to(device), gradient_as_bucket_view=True)
         for width in (200, 80)
     )
-    optimizers = [_with_hook(ddp) for ddp in (large, small)]
+    optimizers = [with_hook("reduce_to_owner_hook", ddp, partition="split") for ddp in (large, small)]
     inputs = torch.ones(8, 200, dtype=torch.float64, device=device)
     (large(inputs)[:, :80] - small(inputs[:, :80])).square().mean().backward()
     for optimizer in optimizers:
@@ -197,8 +188,7 @@ def test_a_buffer_that_grows_after_an_error_in_backward(device: torch.device, mo
         # Autograd allocates as much as the buffer of the smaller model had, after the bucket.
         model = nn.Sequential(nn.GELU(), nn.Linear(width, width, bias=False)).double().to(device)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
-        register("reduce_to_owner_hook", ddp, optimizer)
+        _kept = with_hook("reduce_to_owner_hook", ddp, partition="split")
         inputs = torch.ones(64, width, dtype=torch.float64, device=device, requires_grad=True)
         if fails:
             model[0].register_forward_hook(_failing_in_backward)
@@ -216,14 +206,8 @@ def test_two_models_in_one_backward(device: torch.device, monkeypatch: pytest.Mo
     # Parameters are read at the end of a step that backward has made.
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
     towers = [DistributedDataParallel(small_model().double().to(device)) for _ in range(2)]
-    optimizers = [
-        ZeroRedundancyOptimizer(
-            tower.parameters(), optim.AdamW, lr=1e-2, overlap_with_ddp=True, partition=cutting("split")
-        )
-        for tower in towers
-    ]
-    for tower, optimizer in zip(towers, optimizers, strict=True):
-        register("hook_with_zero_step_interleaved", tower, optimizer, reduced_anew)
+    settings: dict[str, Any] = {"partition": "split", "lr": 1e-2, "inner": reduced_anew}
+    optimizers = [with_hook("hook_with_zero_step_interleaved", tower, optim.AdamW, **settings) for tower in towers]
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
     for _ in range(2):
         for optimizer in optimizers:
@@ -316,12 +300,6 @@ def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
     return optimizer
 
 
-def _with_hook(ddp: DistributedDataParallel) -> ZeroRedundancyOptimizer:
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
-    register("reduce_to_owner_hook", ddp, optimizer)
-    return optimizer
-
-
 def reduced_anew(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: done.value()[0])
@@ -355,14 +333,7 @@ def _train(
     # What has no parameters comes last in backward: autograd allocates memory after the last bucket.
     model = nn.Sequential(nn.GELU(), small_model()).double().to(device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(),
-        optim.AdamW,
-        lr=1e-2,
-        overlap_with_ddp=steps_in_backward(hook),
-        partition=cutting(partition),
-    )
-    register(hook, ddp, optimizer, inner)
+    optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition, lr=1e-2, inner=inner)
     for iteration in range(4):
         optimizer.zero_grad()
         for number in range(backwards):

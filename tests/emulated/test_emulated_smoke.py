@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import MANY_BUCKETS, PARTITIONS, batch, register, steps_in_backward
+from support.ddp_training import MANY_BUCKETS, PARTITIONS, batch, with_hook
 from support.training import assert_bitwise_equal, cutting, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -124,15 +124,7 @@ def ddp_alone(device: torch.device) -> Training:
 
 def ours(hook: str, partition: str, device: torch.device) -> Training:
     ddp = wrapped(device)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(),
-        optim.AdamW,
-        lr=1e-2,
-        partition=cutting(partition),
-        overlap_with_ddp=steps_in_backward(hook),
-    )
-    register(hook, ddp, optimizer)
-    return ddp, optimizer
+    return ddp, with_hook(hook, ddp, optim.AdamW, partition=partition, lr=1e-2)
 
 
 def sharded(partition: str, device: torch.device) -> Training:

@@ -10,13 +10,11 @@ import pytest
 import torch
 from support.ddp_by_collectives import VIEWS_BOTH_WAYS
 from support.ddp_gradients import BareTwins, reduced, step_and_check
-from support.ddp_training import EVERY_HOOK, VIEWS, WHERE, Twins, batch
+from support.ddp_training import EVERY_HOOK, VIEWS, WHERE, Twins, batch, with_hook
 from support.groups import group_of
 from support.training import EVERYWHERE, small_model
-from torch import nn, optim
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import register_reduce_to_owner
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
@@ -193,10 +191,8 @@ def test_gradients_that_one_rank_alone_adds_are_told_to_all(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_local_gradients_are_not_stepped_before_the_first_reduction() -> None:
-    model = small_model()
-    ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-    register_reduce_to_owner(ddp, optimizer)
+    ddp = DistributedDataParallel(small_model())
+    optimizer = with_hook("reduce_to_owner_hook", ddp)
     with ddp.no_sync():
         ddp(torch.ones(2, 40)).sum().backward()
     with pytest.raises(RuntimeError, match="has not been reduced"):

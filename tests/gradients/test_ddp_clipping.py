@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.ddp_by_collectives import BOTH_WAYS
 from support.ddp_gradients import BareTwins, assert_same, clip_by_norm, reduced, step_and_check
-from support.ddp_training import PARTITIONS, Twins, assert_close
-from support.training import EVERYWHERE, cutting
+from support.ddp_training import PARTITIONS, Twins, assert_close, with_hook
+from support.training import EVERYWHERE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
@@ -166,10 +166,7 @@ def test_mixed_dtypes_and_missing_gradients_are_clipped(rank: int, partition: st
         model = Mixed()
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         if is_sharded:
-            optimizer = ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.SGD, lr=0.1, partition=cutting(partition)
-            )
-            register_reduce_to_owner(ddp, optimizer)
+            optimizer = with_hook("reduce_to_owner_hook", ddp, partition=partition)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sides.append((ddp, optimizer))

@@ -10,8 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_by_collectives import STEPPING, CollectiveTwins
-from support.ddp_training import EVERY_HOOK, HOOKS_AND_PARTITIONS, PARTITIONS, batch, register, steps_in_backward, train
-from support.training import cutting
+from support.ddp_training import (
+    EVERY_HOOK,
+    HOOKS_AND_PARTITIONS,
+    PARTITIONS,
+    batch,
+    register,
+    steps_in_backward,
+    train,
+    with_hook,
+)
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
@@ -76,13 +84,7 @@ def test_two_optimizers_share_one_group_of_their_own() -> None:
 def test_one_rank_of_a_large_world_trains_through_the_hooks(hook: str, partition: str) -> None:
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(40))).double()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.05)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        optim.AdamW,
-        partition=cutting(partition),
-        overlap_with_ddp=steps_in_backward(hook),
-    )
-    register(hook, ddp, optimizer)
+    optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition)
     start = [param.detach().clone() for param in model.parameters()]
     for number in range(4):
         optimizer.zero_grad()

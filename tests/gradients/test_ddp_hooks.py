@@ -1,7 +1,6 @@
 """DDP with the communication hooks trains as DDP with the plain optimizer does, from the first iteration on."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-
 import copy
 import threading
 from itertools import cycle
@@ -21,9 +20,8 @@ from support.ddp_training import (
     Twins,
     batch,
     each_hook_with,
-    register,
-    steps_in_backward,
     train,
+    with_hook,
 )
 from support.training import DENSE_OPTIMIZERS, EVERYWHERE, assert_bitwise_equal
 from torch import nn, optim
@@ -35,7 +33,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import transport
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
@@ -268,13 +265,7 @@ def test_two_models_in_one_backward_have_messages_of_their_own(rank: int, hook: 
     made = [large(), large()]
     plain = [DistributedDataParallel(copy.deepcopy(model)) for model in made]
     sharded = [DistributedDataParallel(model) for model in made]
-    optimizers = []
-    for ddp in sharded:
-        optimizer = ZeroRedundancyOptimizer(
-            ddp.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=steps_in_backward(hook)
-        )
-        register(hook, ddp, optimizer)
-        optimizers.append(optimizer)
+    optimizers = [with_hook(hook, ddp) for ddp in sharded]
     plain_optimizers = [optim.SGD(ddp.parameters(), lr=0.1) for ddp in plain]
     for number in range(3):
         inputs = torch.randn(4, 1024, generator=torch.Generator().manual_seed(10 * number + rank))
@@ -393,7 +384,4 @@ INNER: dict[str, dict[str, Any]] = {
 def test_inner_hooks_reduce_for_us_as_for_ddp(twins_by: type[Twins], hook: str, name: str, views: bool) -> None:
     # One bucket for PowerSGD: with several of them, its callbacks issue collectives in any order, and gloo aborts.
     ddp = {"gradient_as_bucket_view": views, **({"bucket_cap_mb": 25} if name == "PowerSGD" else {})}
-    twins = twins_by(hook, **INNER[name], ddp=ddp)
-    # What a hook reduces, it reduces for both; the order of sums is its own.
-    twins.exact = name in ("fp16", "bf16", "wrapper") or twins.exact
-    train(twins, last=8)
+    train(twins_by(hook, **INNER[name], ddp=ddp), last=8)

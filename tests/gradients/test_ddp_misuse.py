@@ -1,7 +1,6 @@
 """Models, optimizers and hooks that do not fit each other are refused by name, on every rank."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-
 import gc
 import re
 
@@ -17,6 +16,7 @@ from support.ddp_training import (
     each_hook_with,
     register,
     steps_in_backward,
+    with_hook,
 )
 from support.groups import group_of
 from support.training import small_model
@@ -138,9 +138,8 @@ def test_several_optimizers_of_a_stepping_hook_are_refused(hook: str) -> None:
 @pytest.mark.ranks(2, backend="gloo")
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.SGD, lr=0.1)
     ddp = DistributedDataParallel(model)
-    register("reduce_to_owner_hook", ddp, optimizer)
+    _kept = with_hook("reduce_to_owner_hook", ddp)
     with pytest.raises(ValueError, match=r"'0\.weight' has sparse gradients"):
         ddp(torch.zeros(2, dtype=torch.long)).sum().backward()
 
@@ -223,8 +222,7 @@ def test_a_parameter_that_ddp_ignores_stays_equal_on_all_ranks(hook: str) -> Non
     model.uses_head = True
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight", "head.bias"])
     ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, overlap_with_ddp=steps_in_backward(hook), lr=0.1)
-    register(hook, ddp, optimizer)
+    optimizer = with_hook(hook, ddp)
     before = model.head.weight.detach().clone()
     for number in range(3):
         optimizer.zero_grad()
@@ -254,7 +252,7 @@ def test_experts_one_per_rank_are_refused(rank: int, hook: str, listed: str, whe
         model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment] # torch reads it
     ddp = DistributedDataParallel(model, process_group=group_of())
     first = model.parameters() if when == "from the start" else model.body.parameters()
-    arguments = {"process_group": ddp.process_group, "overlap_with_ddp": hook != "reduce_to_owner_hook", "lr": 0.1}
+    arguments = {"process_group": ddp.process_group, "overlap_with_ddp": steps_in_backward(hook), "lr": 0.1}
     optimizer = ZeroRedundancyOptimizer(first, optim.SGD, **arguments)
     words = (
         r"checksum of tensor \d '.*', which DistributedDataParallel ignores \(give experts.* an optimizer of their own"

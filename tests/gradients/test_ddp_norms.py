@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_gradients import assert_same, clip_by_norm, reduced, step_and_check
-from support.ddp_training import PARTITIONS, Twins
-from support.training import EVERYWHERE, cutting
+from support.ddp_training import PARTITIONS, Twins, with_hook
+from support.training import EVERYWHERE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
@@ -71,14 +71,11 @@ KEPT: list[ZeroRedundancyOptimizer] = []
 
 def given(gradients: list[torch.Tensor], partition: str) -> list[GradPlaceholder]:
     """Return the placeholders of gradients of these values."""
-    model = LoadSource(gradients)
-    ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0, partition=cutting(partition))
-    register_reduce_to_owner(ddp, optimizer)
-    ddp().backward()
+    ddp = DistributedDataParallel(LoadSource(gradients))
     # The optimizer knows what its placeholders stand for.
-    KEPT.append(optimizer)
-    return [param.grad for param in model.params]
+    KEPT.append(with_hook("reduce_to_owner_hook", ddp, partition=partition, lr=0.0))
+    ddp().backward()
+    return [param.grad for param in ddp.module.params]
 
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -269,8 +266,7 @@ def test_what_is_not_finite_is_so_on_every_rank(partition: str, special: float) 
 def test_a_norm_that_overflows_is_of_finite_values() -> None:
     model = nn.Linear(4, 1, bias=False).half()
     ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    register_reduce_to_owner(ddp, optimizer)
+    KEPT.append(with_hook("reduce_to_owner_hook", ddp))
     ddp(torch.full((1, 4), 6e4, dtype=torch.float16)).sum().backward()
     grad, found = model.weight.grad, torch.zeros(1)
     assert grad.norm() == math.inf
@@ -296,8 +292,7 @@ def test_a_scaler_finds_infinities_by_the_norm() -> None:
 def test_all_ranks_find_the_same_infinities(rank: int) -> None:
     model = nn.Linear(4, 1, bias=False)
     ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    register_reduce_to_owner(ddp, optimizer)
+    KEPT.append(with_hook("reduce_to_owner_hook", ddp))
     ddp(torch.ones(1, 4)).sum().backward()
     found = torch.zeros(1)
     # Infinite in float32, and not in the float64 in which ranks follow the norm.

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.ddp_gradients import reduced, step_and_check
-from support.ddp_training import VIEWS, Twins, batch, each_hook_with, register
+from support.ddp_training import VIEWS, Twins, batch, each_hook_with, with_hook
 from support.groups import group_of
-from support.training import EVERYWHERE, cutting, small_model
+from support.training import EVERYWHERE, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
@@ -76,10 +76,7 @@ def test_norms_by_other_words_are_those_of_values_beside_master_weights(partitio
         model = small_model().to(torch.bfloat16)
         ddp = DistributedDataParallel(model)
         if is_sharded:
-            optimizer = ZeroRedundancyOptimizer(
-                model.parameters(), optim.SGD, partition=cutting(partition), master_weights=True, lr=0.1
-            )
-            register("reduce_to_owner_hook", ddp, optimizer)
+            _kept = with_hook("reduce_to_owner_hook", ddp, partition=partition, master_weights=True)
         ddp(batch(0).bfloat16()).square().mean().backward()
         sides.append(list(model.parameters()))
     for name, read in IDIOMS.items():

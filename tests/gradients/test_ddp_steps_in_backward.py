@@ -1,7 +1,6 @@
 """Hooks that step during backward: what may come between a backward and its step(), and what is refused."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-
 import copy
 from collections.abc import Callable
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.ddp_by_collectives import PARTITIONS_BOTH_WAYS
 from support.ddp_models import Branches
-from support.ddp_training import EVERY_HOOK, Twins, batch, each_hook_with, register, steps_in_backward
+from support.ddp_training import EVERY_HOOK, Twins, batch, each_hook_with, with_hook
 from support.groups import group_of
 from support.training import EVERYWHERE, cutting, small_model
 from torch import nn, optim
@@ -118,15 +118,7 @@ def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(
     """Plain steps it with the gradient of the last step, which its owner has used."""
     model = Halves().to(torch.bfloat16 if masters else torch.float64)
     ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=not masters)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        optim.AdamW,
-        partition=cutting(partition),
-        master_weights=masters,
-        overlap_with_ddp=steps_in_backward(hook),
-        lr=1e-2,
-    )
-    register(hook, ddp, optimizer)
+    optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition, master_weights=masters, lr=1e-2)
 
     def backward(number: int, chosen: tuple[int, ...]) -> None:
         ddp(batch(number).to(model.halves[0].weight.dtype), chosen).square().mean().backward()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import batch, each_hook_with, register, steps_in_backward
+from support.ddp_training import batch, each_hook_with, with_hook
 from support.groups import group_of
 from support.join_training import NOTHING_STEPPED, UNCHECKED, Loop, Uneven, inputs, short, usual
 from support.training import small_model
@@ -28,13 +28,8 @@ HOOK_LEFT_OUT = "With uneven data leave the hook out"
 
 def hooked(hook: str, seconds: float = 60) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """A model with a communication hook, and its optimizer."""
-    group = group_of(seconds=seconds)
-    ddp = DistributedDataParallel(small_model().double(), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(), optim.SGD, process_group=group, overlap_with_ddp=steps_in_backward(hook), lr=0.1
-    )
-    register(hook, ddp, optimizer)
-    return ddp, optimizer
+    ddp = DistributedDataParallel(small_model().double(), process_group=group_of(seconds=seconds))
+    return ddp, with_hook(hook, ddp)
 
 
 # ---------------------------------------------------------------------- refused once a rank has run out

@@ -72,6 +72,28 @@ def register(
         ddp.register_comm_hook(inner_state, hook_with_zero_step_interleaved(inner, ddp, optimizer))
 
 
+def with_hook(
+    hook: str,
+    ddp: DistributedDataParallel,
+    kind: type[optim.Optimizer] = optim.SGD,
+    *,
+    partition: Any = "whole",
+    inner: Callable[..., Any] = allreduce_hook,
+    **settings: Any,
+) -> ZeroRedundancyOptimizer:
+    """Build the sharded optimizer of a model in DDP, and register a hook."""
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.module.named_parameters(),
+        kind,
+        process_group=ddp.process_group,
+        partition=cutting(partition),
+        overlap_with_ddp=steps_in_backward(hook),
+        **{"lr": 0.1, **settings},
+    )
+    register(hook, ddp, optimizer, inner)
+    return optimizer
+
+
 class Twins:
     """A sharded training and its reference, in float64.
 
