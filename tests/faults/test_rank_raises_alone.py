@@ -18,7 +18,7 @@ from support.ddp_training import EVERY_HOOK, Twins, not_freed
 from support.groups import group_of
 from support.sharded_model import Plain
 from support.sharded_training import Training
-from support.training import EVERYWHERE, assert_same_state, cutting, set_gradients, small_model, twins
+from support.training import assert_same_state, cutting, set_gradients, small_model, twins
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
@@ -74,7 +74,7 @@ def test_a_first_step_that_failed_on_one_rank_leaves_no_garbage_in_a_checkpoint(
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.ranks(2, backend="gloo")
 def test_a_closure_that_raises_on_one_rank_is_an_error_on_every_rank(rank: int) -> None:
     twins = Twins()
     twins.iterate(0)

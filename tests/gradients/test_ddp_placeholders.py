@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
 from zeroshard_testing import raises_on
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 # ---------------------------------------------------------------------- what is answered
 
 
@@ -46,7 +48,6 @@ IDIOMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("tensors_on_the_device")
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("model", "partition", "views"),

@@ -14,6 +14,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
