@@ -262,7 +262,7 @@ def emulated(session: nox.Session, torch: str) -> None:
     """Tests of the emulated accelerator and of the hooks on it, compiled against one version of torch."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
     own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
-    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_cuda")]
+    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_on_accelerators")]
     everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
     _pytest(session, *own, *hooks, *everything, *session.posargs)
 

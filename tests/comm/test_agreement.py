@@ -82,10 +82,10 @@ def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
     assert caught.value is error
 
 
-@pytest.mark.by_default("1-True-True | 3-False-False")
+@pytest.mark.exhaustive_at(1)
 @pytest.mark.ranks(1, 3, backend="gloo")
-@pytest.mark.parametrize("explicit", [True, False])
-@pytest.mark.parametrize("while_another_is_handled", [True, False])
+@pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "implicit"])
+@pytest.mark.parametrize("while_another_is_handled", [True, False], ids=["while another is handled", "alone"])
 def test_an_error_that_all_ranks_have_keeps_what_it_was_raised_from(
     explicit: bool, while_another_is_handled: bool
 ) -> None:

@@ -24,11 +24,17 @@ from zeroshard_core import Run
 CPU = torch.device("cpu")
 
 
-@pytest.mark.by_default("1-10000-dtype0-none | 2-67108864-dtype1-some | 3-10000-dtype2-evenly")
+@pytest.mark.exhaustive_at(1, 3)
 @pytest.mark.ranks(1, 2, 3, backend="gloo")
-@pytest.mark.parametrize("cut", ["none", "some", "evenly"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("staging", [10_000, collectives.STAGING_BYTES])
+@pytest.mark.parametrize(
+    ("cut", "dtype", "staging"),
+    [
+        ("none", torch.float64, 10_000),
+        ("some", torch.float32, collectives.STAGING_BYTES),
+        ("evenly", torch.bfloat16, 10_000),
+    ],
+    ids=["whole", "some cut", "evenly cut"],
+)
 def test_owners_hold_the_mean(
     rank: int, world_size: int, dtype: torch.dtype, cut: str, staging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

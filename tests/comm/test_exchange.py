@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.training import set_gradients, small_model
+from torch import optim
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import (
     CollectiveBroadcaster,
     Coordinator,
@@ -116,6 +120,7 @@ def test_ranks_are_group_ranks_in_a_subgroup(rank: int, made_by: str) -> None:
         ([1 << 17, 1000], True, SameHostBroadcaster),
         ([1 << 17, 1000], False, MessageBroadcaster),
     ],
+    ids=["small", "large", "not readable"],
 )
 def test_the_broadcaster_follows_from_sizes_and_from_who_can_read_whom(
     lengths: list[int], read: bool, expected: type[ParameterBroadcaster]
@@ -184,7 +189,7 @@ def odd_tensors(rank: int) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.by_default("2-16 | 3-1048576")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("chunk_bytes", [16, 1 << 20])
 def test_gather_brings_tensors_of_any_kind_bit_for_bit(
@@ -219,3 +224,14 @@ def test_a_target_without_room_is_an_error_on_every_rank(rank: int) -> None:
     with pytest.raises(MemoryError, match="rank 0: no room for what rank 0 sends"):
         gather(coordinator, Manifest(None, [torch.zeros(3)]), 0, place)
     coordinator.agree("afterwards")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_no_thread_is_left_behind() -> None:
+    before = set(threading.enumerate())
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    sharded.consolidate_state_dict()
+    assert set(threading.enumerate()) == before

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import HOOKS, Twins, batch
+from support.ddp_training import EVERY_HOOK, HOOKS_AND_PARTITIONS, Twins, batch, train
 from support.reduction import mean, values_of
 from support.training import small_model
 from torch import nn, optim
@@ -26,8 +26,6 @@ from zeroshard_comm.same_host import all_read as all_ranks_read
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
-EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-
 
 @pytest.fixture
 def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,18 +42,13 @@ def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostRedu
     return SameHostReducer(Coordinator(RankGroup.of()), runs, dtype, scratch_memory())
 
 
-@pytest.mark.by_default(
-    "2-whole-reduce_to_owner_hook | 3-split-hook_with_zero_step | 4-whole-hook_with_zero_step_interleaved"
-)
+@pytest.mark.exhaustive_at(2, 4)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
+@HOOKS_AND_PARTITIONS
 @pytest.mark.usefixtures("all_read")
-@EVERY_HOOK
-@pytest.mark.parametrize("partition", ["whole", "split"])
 def test_hooks_train_as_ddp_does(hook: str, partition: str) -> None:
     twins = Twins(hook, partition=partition)
-    for number in range(1, 7):
-        twins.iterate(number)
-        twins.check(f"after iteration {number}")
+    train(twins, last=6)
     assert isinstance(twins.optimizer._engine.exchange.buckets.by_index[0].reducer, SameHostReducer)
 
 
@@ -76,10 +69,10 @@ class Alternating(nn.Module):
         return inputs
 
 
-@pytest.mark.by_default("2-reduce_to_owner_hook | 2-hook_with_zero_step_interleaved | 3-hook_with_zero_step")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.usefixtures("all_read")
 @EVERY_HOOK
+@pytest.mark.usefixtures("all_read")
 def test_gradients_that_come_and_go_are_told(hook: str) -> None:
     twins = Twins(hook, model=Alternating, ddp={"find_unused_parameters": True})
     for number in range(8):
@@ -90,7 +83,7 @@ def test_gradients_that_come_and_go_are_told(hook: str) -> None:
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.usefixtures("all_read")
 def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
-    twins = Twins("reduce_to_owner_hook")
+    twins = Twins()
     for number in range(5):
         for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
@@ -130,7 +123,7 @@ def test_parameters_are_lent_until_all_have_read_them_where_a_step_is_refused(
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.usefixtures("all_read")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: torch.dtype) -> None:
     runs, end = [], 0
     for size in (1, 7, 1000, 300_000, CHUNK_BYTES // dtype.itemsize + 5):
@@ -152,7 +145,7 @@ def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: t
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.usefixtures("all_read")
 @pytest.mark.parametrize("moment", ["before it has said where", "before others have read"])
-def test_a_rank_that_ends_while_others_read(rank: int, moment: str, faults: Faults) -> None:
+def test_a_rank_that_ends_while_others_read_is_named(rank: int, moment: str, faults: Faults) -> None:
     reading, bucket = reducer([Run(0, 0, 1000), Run(2, 1000, 2000)]), values_of(rank, 2000)
     faults.kill(rank=1, at="send")
     if rank == 1:

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import HOOKS, MANY_BUCKETS, register, steps_in_backward
+from support.ddp_training import (
+    EVERY_HOOK,
+    MANY_BUCKETS,
+    PARTITIONS,
+    STEPPING_HOOKS,
+    with_hook,
+)
 from support.training import cutting, small_model
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -27,18 +33,18 @@ from zeroshard_comm import RankGroup, collectives
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, 2, backend=["emulated", "nccl"])]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@EVERY_HOOK
+@PARTITIONS
 def test_one_backward_a_step(hook: str, partition: str, device: torch.device) -> None:
     _train(hook, partition, device, backwards=1)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@EVERY_HOOK
 def test_gradients_accumulated_without_communication(hook: str, device: torch.device) -> None:
     _train(hook, "whole", device, backwards=2, no_sync=True)
 
 
-@pytest.mark.parametrize("hook", HOOKS[1:])
+@STEPPING_HOOKS
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("knows_device", [True, False])
 def test_a_hook_that_reduces_into_a_tensor_of_its_own(
@@ -48,8 +54,8 @@ def test_a_hook_that_reduces_into_a_tensor_of_its_own(
     _train(hook, "whole", device, backwards=1 + no_sync, no_sync=no_sync, inner=inner)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@EVERY_HOOK
+@PARTITIONS
 @pytest.mark.parametrize("on_its_own", [False, True])
 def test_memory_that_is_freed_after_an_error_in_backward(
     hook: str, partition: str, on_its_own: bool, device: torch.device
@@ -58,14 +64,7 @@ def test_memory_that_is_freed_after_an_error_in_backward(
     with training:
         model = small_model().double().to(device)
         ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(
-            ddp.parameters(),
-            optim.AdamW,
-            lr=1e-2,
-            overlap_with_ddp=steps_in_backward(hook),
-            partition=cutting(partition),
-        )
-        register(hook, ddp, optimizer)
+        optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition, lr=1e-2)
         inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
         # The first backward has one bucket.
         for _ in range(2):
@@ -113,8 +112,7 @@ def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device, m
     current, side = torch.accelerator.current_stream(), torch.Stream(device)
     stepping = _stepping(device, 64)
     ddp = DistributedDataParallel(small_model().double().to(device), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, lr=1e-2, partition=cutting("split"))
-    register("reduce_to_owner_hook", ddp, optimizer)
+    optimizer = with_hook("reduce_to_owner_hook", ddp, optim.AdamW, partition="split", lr=1e-2)
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
     for _ in range(3):
         optimizer.zero_grad()
@@ -154,7 +152,7 @@ def test_two_models_whose_buckets_come_in_turns(
         DistributedDataParallel(model.double().to(device), bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
         for model in (Around(), nn.Sequential(nn.Linear(2, 300), nn.Linear(300, 300)))
     )
-    optimizers = [_with_hook(ddp) for ddp in (outer, inner)]
+    optimizers = [with_hook("reduce_to_owner_hook", ddp, partition="split") for ddp in (outer, inner)]
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
     for _ in range(4):
         for optimizer in optimizers:
@@ -172,7 +170,7 @@ def test_a_buffer_that_grows_for_the_next_model(device: torch.device, monkeypatc
         DistributedDataParallel(nn.Linear(width, width, bias=False).double().to(device), gradient_as_bucket_view=True)
         for width in (200, 80)
     )
-    optimizers = [_with_hook(ddp) for ddp in (large, small)]
+    optimizers = [with_hook("reduce_to_owner_hook", ddp, partition="split") for ddp in (large, small)]
     inputs = torch.ones(8, 200, dtype=torch.float64, device=device)
     (large(inputs)[:, :80] - small(inputs[:, :80])).square().mean().backward()
     for optimizer in optimizers:
@@ -190,8 +188,7 @@ def test_a_buffer_that_grows_after_an_error_in_backward(device: torch.device, mo
         # Autograd allocates as much as the buffer of the smaller model had, after the bucket.
         model = nn.Sequential(nn.GELU(), nn.Linear(width, width, bias=False)).double().to(device)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
-        register("reduce_to_owner_hook", ddp, optimizer)
+        _kept = with_hook("reduce_to_owner_hook", ddp, partition="split")
         inputs = torch.ones(64, width, dtype=torch.float64, device=device, requires_grad=True)
         if fails:
             model[0].register_forward_hook(_failing_in_backward)
@@ -209,14 +206,8 @@ def test_two_models_in_one_backward(device: torch.device, monkeypatch: pytest.Mo
     # Parameters are read at the end of a step that backward has made.
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
     towers = [DistributedDataParallel(small_model().double().to(device)) for _ in range(2)]
-    optimizers = [
-        ZeroRedundancyOptimizer(
-            tower.parameters(), optim.AdamW, lr=1e-2, overlap_with_ddp=True, partition=cutting("split")
-        )
-        for tower in towers
-    ]
-    for tower, optimizer in zip(towers, optimizers, strict=True):
-        register("hook_with_zero_step_interleaved", tower, optimizer, reduced_anew)
+    settings: dict[str, Any] = {"partition": "split", "lr": 1e-2, "inner": reduced_anew}
+    optimizers = [with_hook("hook_with_zero_step_interleaved", tower, optim.AdamW, **settings) for tower in towers]
     inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
     for _ in range(2):
         for optimizer in optimizers:
@@ -255,7 +246,7 @@ TWO_LAYERS = 0.03
 """The MiB of a bucket for two layers of `Repeated` in float64."""
 
 
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_sharded_gradients(partition: str, zeroes: bool, device: torch.device) -> None:
     model = Repeated().double().to(device)
@@ -271,7 +262,7 @@ def test_sharded_gradients(partition: str, zeroes: bool, device: torch.device) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 @pytest.mark.parametrize("bucket_mb", [TWO_LAYERS, 1e-5], ids=["packed", "alone"])
 @pytest.mark.parametrize("on_its_own", [False, True])
 def test_sharded_gradients_that_are_freed_after_an_error_in_backward(
@@ -309,12 +300,6 @@ def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
     return optimizer
 
 
-def _with_hook(ddp: DistributedDataParallel) -> ZeroRedundancyOptimizer:
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
-    register("reduce_to_owner_hook", ddp, optimizer)
-    return optimizer
-
-
 def reduced_anew(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: done.value()[0])
@@ -348,14 +333,7 @@ def _train(
     # What has no parameters comes last in backward: autograd allocates memory after the last bucket.
     model = nn.Sequential(nn.GELU(), small_model()).double().to(device)
     ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(),
-        optim.AdamW,
-        lr=1e-2,
-        overlap_with_ddp=steps_in_backward(hook),
-        partition=cutting(partition),
-    )
-    register(hook, ddp, optimizer, inner)
+    optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition, lr=1e-2, inner=inner)
     for iteration in range(4):
         optimizer.zero_grad()
         for number in range(backwards):

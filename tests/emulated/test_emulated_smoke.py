@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import MANY_BUCKETS, batch, register, steps_in_backward
+from support.ddp_training import MANY_BUCKETS, PARTITIONS, batch, with_hook
 from support.training import assert_bitwise_equal, cutting, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -89,8 +89,7 @@ def test_ddp_trains_as_on_the_cpu(device: torch.device) -> None:
     assert_trains_alike(here, there)
 
 
-@pytest.mark.by_default("1-whole | 2-split | 1-hook_with_zero_step_interleaved")
-@pytest.mark.ranks(1, 2, backend="emulated")
+@pytest.mark.ranks(2, backend="emulated")
 @pytest.mark.parametrize(
     ("hook", "partition"),
     [
@@ -98,7 +97,6 @@ def test_ddp_trains_as_on_the_cpu(device: torch.device) -> None:
         ("reduce_to_owner_hook", "split"),
         ("hook_with_zero_step_interleaved", "whole"),
     ],
-    ids=["whole", "split", "hook_with_zero_step_interleaved"],
 )
 def test_our_hooks_train_as_on_the_cpu_and_the_host_never_waits(
     hook: str, partition: str, device: torch.device, host_never_waits: Callable[[], Any]
@@ -110,7 +108,7 @@ def test_our_hooks_train_as_on_the_cpu_and_the_host_never_waits(
 
 
 @pytest.mark.ranks(2, backend="emulated")
-@pytest.mark.parametrize("partition", ["whole", "split"])
+@PARTITIONS
 def test_sharded_gradients_train_as_on_the_cpu_and_the_host_never_waits(
     partition: str, device: torch.device, host_never_waits: Callable[[], Any]
 ) -> None:
@@ -126,15 +124,7 @@ def ddp_alone(device: torch.device) -> Training:
 
 def ours(hook: str, partition: str, device: torch.device) -> Training:
     ddp = wrapped(device)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(),
-        optim.AdamW,
-        lr=1e-2,
-        partition=cutting(partition),
-        overlap_with_ddp=steps_in_backward(hook),
-    )
-    register(hook, ddp, optimizer)
-    return ddp, optimizer
+    return ddp, with_hook(hook, ddp, optim.AdamW, partition=partition, lr=1e-2)
 
 
 def sharded(partition: str, device: torch.device) -> Training:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ddp_training import HOOKS, MANY_BUCKETS, batch, register
+from support.ddp_training import HOOKS, MANY_BUCKETS, PARTITIONS, batch, register
 from support.training import cutting, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,6 @@ WARM_UP = 3
 """Iterations before these, in which the host may wait: DDP rebuilds its buckets after the first one."""
 
 pytestmark = pytest.mark.ranks(2, backend="emulated")
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 SHARDED = "sharded gradients"
 """In place of the name of a hook: the model is not in DDP."""
 

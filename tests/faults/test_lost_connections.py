@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.groups import group_of
 from zeroshard_comm import (
     Coordinator,
     Message,
@@ -29,6 +30,15 @@ from zeroshard_comm import (
 from zeroshard_comm._torch_private import backends_of
 from zeroshard_testing import Faults
 
+
+def connected(group: dist.ProcessGroup | None = None) -> Coordinator:
+    """Return the coordinator of ranks that have connections of their own."""
+    coordinator = Coordinator(RankGroup.of(group))
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    return coordinator
+
+
 CALLS: dict[str, Callable[[Coordinator, int], object]] = {
     "agree": lambda coordinator, _: coordinator.agree("step()"),
     "gather_ints": lambda coordinator, rank: coordinator.gather_ints([rank], "step()"),
@@ -40,9 +50,7 @@ CALLS: dict[str, Callable[[Coordinator, int], object]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
     # They live on: nobody's end tells the others.
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     faults.kill(rank=1, at="send")
     if way == "ring" and rank == 1:
         dist.isend(torch.zeros(1), 0)
@@ -54,7 +62,7 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
 
 @pytest.mark.ranks(2, backend="gloo", isolation="process")
 def test_connections_that_cannot_be_opened_name_the_limit_of_files(rank: int) -> None:
-    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=2))))
+    coordinator = Coordinator(RankGroup.of(group_of(seconds=2)))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())), hard))
@@ -97,20 +105,12 @@ def test_what_is_under_way_on_devices_is_aborted_once_when_a_rank_is_lost(
     assert stub.aborted == int(switch)
 
 
-def connected_in_rounds(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
-    """Ranks that have connections of their own, and agree by messages."""
-    monkeypatch.setattr(ring, "MOST_RANKS", 1)
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
-    return coordinator
-
-
 @pytest.mark.ranks(5, backend="gloo")
 def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_named(
     rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = connected_in_rounds(monkeypatch)
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    coordinator = connected()
     if rank == 0:
 
         def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
@@ -136,7 +136,8 @@ def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_nam
 def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_another_are_late(
     rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = connected_in_rounds(monkeypatch)
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    coordinator = connected()
     faults.kill(rank=1, at="send")
     # Rank 0 sends to rank 1, and first hears of rank 3.
     if rank == 0:
@@ -149,7 +150,7 @@ def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_anothe
         coordinator.agree("step()")
 
 
-@pytest.mark.by_default("5-agree | 5-gather_ints")
+@pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(4, 5, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
@@ -157,23 +158,19 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
 ) -> None:
     monkeypatch.setattr(ring, "MOST_RANKS", 1)
     # Its word is out, so ranks may rightly have agreed with it.
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     faults.kill(rank=1, at="send#2")
     with contextlib.suppress(PeerLostError):
         CALLS[call](coordinator, rank)
 
 
-@pytest.mark.by_default("4-False | 4-True")
+@pytest.mark.exhaustive_at(2, 5)
 @pytest.mark.ranks(2, 4, 5, backend="gloo", checks="no:messages")
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [False, True], ids=["at once", "after an agreement"])
 def test_ranks_of_which_one_has_left_the_ring_raise(
     rank: int, world_size: int, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     combine = ring.Ring.combine
 
     def fail(this: ring.Ring, numbers: torch.Tensor, traffic: Traffic) -> bool:
@@ -200,9 +197,7 @@ def test_ranks_of_which_one_has_left_the_ring_raise(
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 def test_ranks_that_lose_another_one_in_different_agreements_raise(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     combine = ring.Ring.combine
     begun = []
 
@@ -224,9 +219,7 @@ def test_ranks_that_lose_another_one_in_different_agreements_raise(rank: int, mo
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     store = dist.PrefixStore("test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     if rank == 1:
         # As if gloo had not seen that its connections are closed.
@@ -239,18 +232,16 @@ def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, m
     store.set(str(rank), "")
 
 
-@pytest.mark.by_default("ring-3-None | rounds-3-2")
+@pytest.mark.by_default("ring-3-lost some | rounds-3-lost 2")
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("lost", [None, 2])
+@pytest.mark.parametrize("lost", [None, 2], ids=["lost some", "lost 2"])
 def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(
     rank: int, lost: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All live, and hear of it, however late they are.
     monkeypatch.setattr(rounds, "_TELLING", timedelta(seconds=30))
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     error = PeerLostError("some collective could not be finished")
     error.peer = lost
     others = "another rank has lost one, whose" if lost is None else "another rank has lost rank 2, whose"
@@ -262,9 +253,7 @@ def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 @pytest.mark.usefixtures("way")
 def test_nobody_waits_for_a_rank_that_has_lost_another_and_the_users_group_works_on(rank: int) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     assert coordinator.channel is not None
     if rank == 0:
         with pytest.raises(PeerLostError):
@@ -302,9 +291,7 @@ def test_a_rank_that_never_connects_is_not_waited_for_until_the_timeout(
 @pytest.mark.exhaustive_at(2, 5)
 @pytest.mark.ranks(2, 4, 5, backend="gloo")
 def test_ranks_look_for_lost_ones_while_they_wait_for_a_late_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("a call")
-    coordinator.agree("connected")
+    coordinator = connected()
     looked = []
     connections = coordinator.ranks.context.connections
     assert connections is not None
@@ -319,9 +306,7 @@ def test_ranks_look_for_lost_ones_while_they_wait_for_a_late_one(rank: int, monk
 def test_a_rank_that_an_earlier_group_on_the_same_store_has_lost_is_forgotten(rank: int) -> None:
     assert dist.group.WORLD is not None
     ring.Notice(dist.group.WORLD.get_group_store()).leave(ring._LOST)
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("a call")
-    coordinator.agree("connected")
+    coordinator = connected()
     # Rank 0 looks for lost ranks while it waits for rank 1.
     time.sleep(rank)
     coordinator.agree("another call")
@@ -330,7 +315,7 @@ def test_a_rank_that_an_earlier_group_on_the_same_store_has_lost_is_forgotten(ra
 @pytest.mark.exhaustive_at(3, 8)
 @pytest.mark.ranks(3, 4, 8, backend="gloo", checks="no:messages")
 def test_the_late_rank_alone_is_blamed(rank: int, world_size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = group_of(seconds=2)
     coordinator = Coordinator(RankGroup.of(group))
     coordinator.agree("a call")
     store = dist.PrefixStore("test", group.get_group_store())
@@ -345,15 +330,13 @@ def test_the_late_rank_alone_is_blamed(rank: int, world_size: int) -> None:
     store.set(str(rank), "")
 
 
-@pytest.mark.by_default("4-0 | 4-2 | 4-3")
+@pytest.mark.exhaustive_at(8)
 @pytest.mark.ranks(4, 8, backend="gloo", checks="no:messages")
 @pytest.mark.parametrize("late", [0, 2, 3])
 def test_nobody_waits_for_a_late_rank_once_another_one_is_lost_and_nobody_blames_it(
     rank: int, world_size: int, late: int, faults: Faults
 ) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected()
     store = dist.PrefixStore("test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     faults.kill(rank=1, at="send")
     if rank == 1:
@@ -369,10 +352,8 @@ def test_nobody_waits_for_a_late_rank_once_another_one_is_lost_and_nobody_blames
 @pytest.mark.exhaustive_at(2, 5, 17)
 @pytest.mark.ranks(2, 4, 5, 17, backend="gloo", checks="no:messages")
 def test_a_rank_that_is_stopped_ends_the_others_by_the_timeout(rank: int, faults: Faults) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    coordinator = Coordinator(RankGroup.of(group))
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    group = group_of(seconds=3)
+    coordinator = connected(group)
     faults.stop(rank=1, at="send")
     if rank == 1:
         dist.isend(torch.zeros(1), 0)

@@ -34,6 +34,9 @@ from zeroshard import ZeroRedundancyOptimizer
 pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
 
 STRATEGIES = ["ddp", "ddp_zeroshard", "sharded"]
+PARTITIONS_AND_STRATEGIES = pytest.mark.parametrize(
+    ("partition", "strategy"), [*zip(("whole", "level", "whole"), STRATEGIES, strict=True)]
+)
 
 
 def muon(model: nn.Module, is_sharded: bool, partition: str) -> optim.Optimizer:
@@ -100,9 +103,11 @@ def fit(
     return Run(module.model, module.losses)
 
 
-@pytest.mark.by_default("2-automatic-ddp | 2-automatic-sharded | 2-manual-ddp_zeroshard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("manual", "strategy"),
+    [(False, "ddp"), (True, "ddp_zeroshard"), (False, "sharded")],
+    ids=["automatic-ddp", "manual-ddp_zeroshard", "automatic-sharded"],
+)
 def test_ten_steps_equal_the_unsharded_ones(manual, strategy):
     assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual, strategy=strategy))
 
@@ -122,9 +127,7 @@ def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
     assert_equal_to_unsharded(resume, steps=STEPS // 2)
 
 
-@pytest.mark.by_default("2-whole-ddp | 2-whole-sharded | 2-level-ddp_zeroshard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("partition", MUON_ROUNDING)
+@PARTITIONS_AND_STRATEGIES
 def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition, strategy, tmp_path):
     files, half = {True: tmp_path / "ours.ckpt", False: tmp_path / "theirs.ckpt"}, STEPS // 2
     options = {"strategy": strategy, "partition": partition}
@@ -135,42 +138,51 @@ def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition,
     assert_equal_to_unsharded(lambda ours: fit(ours, resume_from=files[True], **options), **compared)
 
 
-@pytest.mark.by_default("2-whole-ddp | 2-whole-sharded | 2-level-ddp_zeroshard")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("partition", MUON_ROUNDING)
-def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strategy, tmp_path):
+def train_by_fabric(
+    is_sharded: bool, strategy: str, folder: Path, *, partition: str = "", compiles: bool = False, plugins: Any = ()
+) -> Run:
+    """Train in a loop of Fabric, which saves and loads the optimizer in the middle."""
     from lightning.fabric import Fabric
 
+    chosen = new_strategy("fabric", strategy) if is_sharded else "ddp"
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen, plugins=list(plugins))
+    fabric.launch()
+    model, losses = muon_model(partition) if partition else new_model(), []
+    built = muon(model, is_sharded, partition) if partition else adamw(model, is_sharded)
+    ddp, optimizer = fabric.setup(torch.compile(model, backend="aot_eager") if compiles else model, built)
+    schedule = warmup(optimizer)
+    batches = fabric.setup_dataloaders(DataLoader(Windows(), batch_size=SEQUENCES))
+    for step, batch in enumerate(batches):
+        loss = ddp(**batch)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        fabric.clip_gradients(ddp, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if is_sharded and step == 3 and not partition:
+            call_our_methods(optimizer)
+        if step == STEPS // 2:
+            fabric.save(folder / f"{is_sharded}.ckpt", {"optimizer": optimizer})
+            # Both take what the sharded one has saved.
+            fabric.load(folder / "True.ckpt", {"optimizer": optimizer})
+    return Run(model, losses)
+
+
+@PARTITIONS_AND_STRATEGIES
+def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strategy, tmp_path):
     def train(is_sharded: bool) -> Run:
-        chosen = new_strategy("fabric", strategy) if is_sharded else "ddp"
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
-        fabric.launch()
-        model, losses = muon_model(partition), []
-        ddp, optimizer = fabric.setup(model, muon(model, is_sharded, partition))
-        batches = fabric.setup_dataloaders(DataLoader(Windows(), batch_size=SEQUENCES))
-        for step, batch in enumerate(batches):
-            loss = ddp(**batch)
-            losses.append(loss.item())
-            fabric.backward(loss)
-            fabric.clip_gradients(ddp, optimizer, max_norm=0.5, error_if_nonfinite=False)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == STEPS // 2:
-                fabric.save(tmp_path / f"{is_sharded}.ckpt", {"optimizer": optimizer})
-                # Both take what the sharded one has saved.
-                fabric.load(tmp_path / "True.ckpt", {"optimizer": optimizer})
-        return Run(model, losses)
+        return train_by_fabric(is_sharded, strategy, tmp_path, partition=partition)
 
     assert_equal_to_unsharded(train, rounding=MUON_ROUNDING[partition])
     saved = [torch.load(tmp_path / f"{is_sharded}.ckpt")["optimizer"] for is_sharded in (True, False)]
     assert_same_muon_state(*saved, partition)
 
 
-@pytest.mark.by_default("2-alone-ddp | 2-fp16 with a scaler-ddp_zeroshard | 2-compiled-sharded")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("feature", ["alone", "fp16 with a scaler", "compiled"])
+@pytest.mark.parametrize(
+    ("feature", "strategy"), [*zip(("alone", "fp16 with a scaler", "compiled"), STRATEGIES, strict=True)]
+)
 def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp_path):
-    from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 
     def train(is_sharded: bool) -> Run:
@@ -178,32 +190,9 @@ def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp
         if feature == "fp16 with a scaler":
             # Too large at first: some steps are skipped.
             plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))]
-        chosen = new_strategy("fabric", strategy) if is_sharded else "ddp"
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen, plugins=plugins)
-        fabric.launch()
-        model, losses = new_model(), []
-        built = adamw(model, is_sharded)
-        compiled = torch.compile(model, backend="aot_eager") if feature == "compiled" else model
-        ddp, optimizer = fabric.setup(compiled, built)
-        schedule = warmup(optimizer)
-        batches = fabric.setup_dataloaders(DataLoader(Windows(), batch_size=SEQUENCES))
-        for step, batch in enumerate(batches):
-            loss = ddp(**batch)
-            losses.append(loss.item())
-            fabric.backward(loss)
-            fabric.clip_gradients(ddp, optimizer, max_norm=0.5, error_if_nonfinite=False)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if is_sharded and step == 3:
-                call_our_methods(optimizer)
-            if step == STEPS // 2:
-                fabric.save(tmp_path / f"{is_sharded}.ckpt", {"optimizer": optimizer})
-                # Both take what the sharded one has saved.
-                fabric.load(tmp_path / "True.ckpt", {"optimizer": optimizer})
-        if plugins:
-            assert plugins[0].scaler.get_scale() < 2.0**20
-        return Run(model, losses)
+        run = train_by_fabric(is_sharded, strategy, tmp_path, compiles=feature == "compiled", plugins=plugins)
+        assert not plugins or plugins[0].scaler.get_scale() < 2.0**20
+        return run
 
     assert_equal_to_unsharded(train)
     assert_same_state(*(torch.load(tmp_path / f"{is_sharded}.ckpt")["optimizer"] for is_sharded in (True, False)))

@@ -131,8 +131,8 @@ def test_norms_of_gradients_are_logged():
     assert ours.callback_metrics["grad_2.0_norm_total"] > 0
 
 
-@pytest.mark.by_default("hook-2-None | sharded, local-2-0.5")
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.by_default("hook-2-unclipped | sharded, local-2-clipped")
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["unclipped", "clipped"])
 def test_fp16_with_a_scaler(clip):
     from lightning.pytorch.plugins import MixedPrecision
 

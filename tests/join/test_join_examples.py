@@ -1,19 +1,17 @@
 """What PyTorch's documentation and ours show of Join runs as it stands, with the import changed."""
 
 # No `from __future__ import annotations`: examples are executed as they are.
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.example_scripts import page_script
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from zeroshard_testing import assert_replicas_equal
 
 MODULES = ("torch.distributed.algorithms.join", "zeroshard_integrations.join")
 EVERY_MODULE = pytest.mark.parametrize("module", MODULES)
-DOCS = Path(__file__).parents[2] / "docs"
 
 WITH_DDP = """
 import torch
@@ -123,27 +121,15 @@ def run(source: str) -> dict[str, Any]:
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_MODULE
-def test_ddp_alone(rank: int, module: str) -> None:
+def test_the_example_with_ddp_alone_runs(rank: int, module: str) -> None:
     names = run(WITH_DDP.format(module=module))
     assert names["num_inputs"] == 5 + rank
     assert_replicas_equal(names["model"].parameters())
 
 
-@pytest.mark.by_default(
-    "2-torch.distributed.optim-torch.distributed.algorithms.join | 2-zeroshard-zeroshard_integrations.join"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_MODULE
-@pytest.mark.parametrize("zero", ["torch.distributed.optim", "zeroshard"])
-def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
-    if module == MODULES[1] and zero != "zeroshard":
-        with pytest.raises(ValueError, match=r"use zeroshard\.ZeroRedundancyOptimizer"):
-            run(WITH_ZERO.format(module=module, zero=zero))
-        return
-    if module == MODULES[0] and zero == "zeroshard":
-        with pytest.raises(RuntimeError, match=r"use zeroshard_integrations\.join\.Join, which takes the same"):
-            run(WITH_ZERO.format(module=module, zero=zero))
-        return
+@pytest.mark.parametrize(("zero", "module"), [*zip(("torch.distributed.optim", "zeroshard"), MODULES, strict=True)])
+def test_the_example_with_an_optimizer_runs(rank: int, module: str, zero: str) -> None:
     torch.manual_seed(0)
     names = run(WITH_ZERO.format(module=module, zero=zero))
     assert names["num_inputs"] == 5 + rank
@@ -161,10 +147,10 @@ def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
     torch.testing.assert_close(list(names["model"].module.parameters()), list(plain.parameters()))
 
 
-@pytest.mark.by_default("2-torch.distributed.algorithms.join | 3-zeroshard_integrations.join")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_MODULE
-def test_the_counter(rank: int, world_size: int, module: str) -> None:
+def test_the_example_that_counts_runs(rank: int, world_size: int, module: str) -> None:
     names = run(COUNTER.format(module=module))
     expected = sum(5 + other for other in range(world_size))
     assert names["counter"].max_count.item() == expected
@@ -173,7 +159,7 @@ def test_the_counter(rank: int, world_size: int, module: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("announced_by", MODULES)
-def test_a_joinable_of_torchs_in_a_block_of_ours_beside_a_model(rank: int, announced_by: str) -> None:
+def test_a_joinable_of_torchs_runs_in_a_block_of_ours_beside_a_model(rank: int, announced_by: str) -> None:
     counting = run(COUNTER.format(module=announced_by))
     assert issubclass(counting["Counter"], TorchJoinable)
     training = run(WITH_ZERO.format(module=MODULES[1], zero="zeroshard").replace("5 + rank", "2"))
@@ -189,10 +175,8 @@ def test_a_joinable_of_torchs_in_a_block_of_ours_beside_a_model(rank: int, annou
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_the_page_on_join(rank: int) -> None:
-    found = re.findall(r"```python\n(.*?)```", (DOCS / "join.md").read_text(encoding="utf-8"), re.DOTALL)
-    script = next(block for block in found if "init_process_group" in block)
-    names = run(script.replace('dist.init_process_group("gloo")\n', "").replace("dist.destroy_process_group()\n", ""))
+def test_the_page_on_join_runs(rank: int) -> None:
+    names = run(page_script("join"))
     counts = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(counts, torch.tensor([float(len(names["batches"]))]))
     assert counts[0] != counts[1]

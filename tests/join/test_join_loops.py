@@ -1,13 +1,16 @@
 """Loops of every form, written once, end on uneven ranks where they end in one process."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-from itertools import product
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from support.join_training import (
-    EVERY_ENDING,
+    ENDINGS,
+    EVERY_MEAN,
+    EVERY_PARTITION,
+    MEANS_AND_ENDINGS,
     PARTITIONS,
     Loop,
     Script,
@@ -23,9 +26,6 @@ from torch import nn, optim
 from zeroshard_integrations.join import Join
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-
-EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
-EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 
 
 # ---------------------------------------------------------------------- loops of every form
@@ -170,29 +170,12 @@ FORMS: list[Script] = [
 ]
 
 
-def forms_and_endings() -> list[Any]:
-    """Each form with each ending; by default with one of them, in turn."""
-    return [
-        pytest.param(
-            script,
-            ending,
-            id=f"{script.__name__}-{ending}",
-            marks=() if place % 3 == ending else pytest.mark.exhaustive,
-        )
-        for (place, script), ending in product(enumerate(FORMS), range(3))
-    ]
-
-
-@pytest.mark.by_default(
-    "3-to_zero-0 | 3-forwards_of_all_kinds-1 | 3-a_forward_at_the_end-2 | 3-given_up-0 | "
-    "3-weights_that_the_loop_changes-1 | 3-windows-2 | 3-windows_on_zeros-0 | 3-clipped_windows-1 | "
-    "3-steps_left_out-2 | 3-some_are_kept-0 | 3-two_steps-1 | 3-zero_before_the_step-2 | "
-    "3-changed_in_a_window-0 | 3-never_zero-1 | 3-some_are_never_zero-2 | 3-decay_of_gradients-0 | "
-    "3-zeroed_past_autograd-1"
-)
+# Each with one of the endings, in turn.
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-@pytest.mark.parametrize(("script", "ending"), forms_and_endings())
-def test_loops_of_every_form(world_size: int, script: Script, ending: int) -> None:
+@pytest.mark.parametrize(
+    ("script", "ending"), [*zip(FORMS, cycle(range(3)))], ids=lambda value: getattr(value, "__name__", value)
+)
+def test_loops_of_every_form_end_as_in_one_process(world_size: int, script: Script, ending: int) -> None:
     divide = (FORMS.index(script) + ending) % 2 == 0
     Uneven(lengths_of(world_size)[ending], divide=divide, partition=PARTITIONS[ending % 2]).check(script)
 
@@ -202,13 +185,15 @@ def test_loops_of_every_form(world_size: int, script: Script, ending: int) -> No
 @EVERY_PARTITION
 @EVERY_MEAN
 @pytest.mark.parametrize("script", FORMS, ids=lambda script: script.__name__)
-def test_loops_of_every_form_in_every_way(world_size: int, script: Script, divide: bool, partition: str) -> None:
+def test_loops_of_every_form_end_in_every_way_as_in_one_process(
+    world_size: int, script: Script, divide: bool, partition: str
+) -> None:
     for numbers in lengths_of(world_size):
         Uneven(numbers, divide=divide, partition=partition).check(script)
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_leaving_between_any_two_calls() -> None:
+def test_ranks_may_leave_between_any_two_calls() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.backward(number + 50)
@@ -221,11 +206,10 @@ def test_leaving_between_any_two_calls() -> None:
         Uneven([3, 3], calls=[99, calls] if calls % 2 else [calls, 99], divide=calls % 2 == 0).check(script)
 
 
-@pytest.mark.by_default("2-the first runs out first-of all | 2-one has none-of all | 3-the last does-of those that run")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_MEAN
-@EVERY_ENDING
-def test_a_scaler_that_leaves_out_steps(rank: int, world_size: int, divide: bool, ending: int) -> None:
+@MEANS_AND_ENDINGS
+def test_a_scaler_leaves_out_the_same_steps_on_all_ranks(rank: int, world_size: int, divide: bool, ending: int) -> None:
     numbers = lengths_of(world_size)[ending]
     uneven = Uneven(numbers, divide=divide)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
@@ -255,7 +239,7 @@ class Scaled(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_arguments_of_steps_and_hyperparameters() -> None:
+def test_arguments_of_steps_and_hyperparameters_reach_ranks_that_have_ended() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)
@@ -271,11 +255,11 @@ def test_arguments_of_steps_and_hyperparameters() -> None:
         assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
 
 
-@pytest.mark.by_default("2-0-the first runs out first-whole | 2-0-one has none-whole | 3-1-the last does-split")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_PARTITION
-@EVERY_ENDING
-@pytest.mark.parametrize("to", [0, 1])
+@pytest.mark.parametrize(
+    ("ending", "partition", "to"), [(0, "whole", 0), (1, "split", 1), (2, "whole", 0)], ids=ENDINGS
+)
 def test_states_are_consolidated_inside_and_after_the_block(
     rank: int, world_size: int, partition: str, ending: int, to: int
 ) -> None:

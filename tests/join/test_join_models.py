@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.join_training import (
     EVERY_ENDING,
+    MEANS_AND_ENDINGS,
     Branches,
     Loop,
     Script,
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
-EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 UNUSED = {"find_unused_parameters": True, "broadcast_buffers": False}
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -102,35 +102,32 @@ def after_one_of_ignored(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
-LOSSES = [
-    (Smooth, adversarial),
-    (Smooth, with_penalties),
-    (Odd, of_distribution),
-    (Odd, kept),
-    (WithIgnored, after_one_of_ignored),
-]
-
-
-@pytest.mark.by_default(
-    "2-Smooth-adversarial-the first runs out first | 2-Odd-kept-the last does | "
-    "2-WithIgnored-after_one_of_ignored-one has none | 3-Smooth-with_penalties-the first runs out first | "
-    "3-Odd-of_distribution-the last does"
-)
+@pytest.mark.exhaustive_at(2)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_ENDING
-@pytest.mark.parametrize(("model", "loss"), LOSSES)
-def test_losses(world_size: int, ending: int, model: Callable[[], nn.Module], loss: Loss) -> None:
+@pytest.mark.parametrize(
+    ("model", "loss", "ending"),
+    [
+        (Smooth, adversarial, 0),
+        (Smooth, with_penalties, 1),
+        (Odd, of_distribution, 2),
+        (Odd, kept, 0),
+        (WithIgnored, after_one_of_ignored, 1),
+    ],
+    ids=["adversarial", "penalties", "of a distribution", "kept", "of ignored ones"],
+)
+def test_losses_of_every_kind_end_as_in_one_process(
+    world_size: int, ending: int, model: Callable[[], nn.Module], loss: Loss
+) -> None:
     Uneven(lengths_of(world_size)[ending], model=model, loss=loss).check(usual)
 
 
 # ---------------------------------------------------------------------- parameters that are unused, frozen, sparse
 
 
-@pytest.mark.by_default("2-the first runs out first-of all | 2-one has none-of all | 3-the last does-of those that run")
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@EVERY_MEAN
-@EVERY_ENDING
-def test_unused_parameters(world_size: int, divide: bool, ending: int) -> None:
+@MEANS_AND_ENDINGS
+def test_unused_parameters_end_as_in_one_process(world_size: int, divide: bool, ending: int) -> None:
     def kept(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
@@ -151,7 +148,7 @@ class Switched(Branches):
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_ENDING
-def test_unused_parameters_after_the_block(ending: int) -> None:
+def test_unused_parameters_are_known_after_the_block(ending: int) -> None:
     script = windows(1, to_none=ending != 1)
     uneven = Uneven(lengths_of(2)[ending], model=Switched, ddp=UNUSED)
     uneven.check(script)
@@ -162,7 +159,7 @@ def test_unused_parameters_after_the_block(ending: int) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_freezing_and_unfreezing() -> None:
+def test_parameters_are_frozen_and_unfrozen_in_the_block() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.change(lambda model: freeze(model, number))
         usual(loop, number)
@@ -177,7 +174,7 @@ def test_freezing_and_unfreezing() -> None:
 
 # The emulated device has no sparse tensors.
 @pytest.mark.ranks(2, backend="gloo")
-def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
+def test_sparse_gradients_of_a_rank_that_had_batches_are_known() -> None:
     def table() -> nn.Module:
         torch.manual_seed(0)
         return nn.Embedding(20, 3, sparse=True)
@@ -190,7 +187,7 @@ def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_static_graph_that_a_rank_knows_from_a_block_before() -> None:
+def test_a_static_graph_is_known_from_a_block_before() -> None:
     uneven = Uneven([1, 4], ddp={"static_graph": True})
     for uneven.lengths in ([1, 4], [0, 3]):
         uneven.check(usual)
@@ -210,10 +207,11 @@ class Checkpointed(nn.Module):
         return result
 
 
-@pytest.mark.by_default("2-[2, 5]-usual-True | 2-[6, 3]-windows-False")
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("script", [usual, windows(2)], ids=["usual", "windows"])
-@pytest.mark.parametrize("numbers", [[2, 5], [6, 3]], ids=str)
-def test_checkpoints(reentrant: bool, script: Script, numbers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "script", "numbers"),
+    [(True, usual, [2, 5]), (False, windows(2), [6, 3])],
+    ids=["reentrant", "not reentrant, windows"],
+)
+def test_checkpointed_activations_end_as_in_one_process(reentrant: bool, script: Script, numbers: list[int]) -> None:
     Uneven(numbers, model=lambda: Checkpointed(reentrant)).check(script)

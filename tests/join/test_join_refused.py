@@ -3,44 +3,33 @@
 # ruff: noqa: PT012 - the loop inside the block is what is tested
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import HOOKS, register, steps_in_backward
-from support.join_training import Loop, Uneven, inputs, usual
+from support.ddp_training import batch, each_hook_with, with_hook
+from support.groups import group_of
+from support.join_training import NOTHING_STEPPED, UNCHECKED, Loop, Uneven, inputs, short, usual
 from support.training import small_model
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import DisagreementError
+from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations._torch_private import set_join_config
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
 HOOK_LEFT_OUT = "With uneven data leave the hook out"
-NOTHING_STEPPED = 0
-UNCHECKED = -1
-
-
-def short(numbers: list[int], seconds: float = 4, **options: Any) -> Uneven:
-    return Uneven(numbers, group=dist.new_group(timeout=timedelta(seconds=seconds)), **options)
 
 
 def hooked(hook: str, seconds: float = 60) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """A model with a communication hook, and its optimizer."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
-    ddp = DistributedDataParallel(small_model().double(), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(), optim.SGD, process_group=group, overlap_with_ddp=steps_in_backward(hook), lr=0.1
-    )
-    register(hook, ddp, optimizer)
-    return ddp, optimizer
+    ddp = DistributedDataParallel(small_model().double(), process_group=group_of(seconds=seconds))
+    return ddp, with_hook(hook, ddp)
 
 
 # ---------------------------------------------------------------------- refused once a rank has run out
@@ -55,7 +44,7 @@ def two_backwards_over_one_forward(loop: Loop, number: int) -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_gradients_that_no_backward_has_reduced() -> None:
+def test_gradients_that_no_backward_has_reduced_are_refused() -> None:
     match = "no backward inside Join has reduced, so the part of the first one is unknown"
     # Nothing is refused while all have data.
     Uneven([3, 3, 3]).train(two_backwards_over_one_forward)
@@ -69,7 +58,7 @@ def test_gradients_that_no_backward_has_reduced() -> None:
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("operation", ["add_param_group", "load_state_dict", "step"])
-def test_what_needs_all_ranks(operation: str) -> None:
+def test_calls_that_need_all_ranks_are_refused(operation: str) -> None:
     uneven = short([2, 4, 4])
     argument: Any = {
         "add_param_group": {"params": nn.Linear(3, 3).double().parameters()},
@@ -92,7 +81,7 @@ class Noted(optim.SGD):
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_what_cannot_be_told() -> None:
+def test_what_cannot_be_told_to_ranks_that_have_ended_is_refused() -> None:
     uneven = short([2, 4, 4])
     groups = uneven.optimizer.param_groups
     groups[0]["note"] = object()
@@ -116,14 +105,14 @@ def test_what_cannot_be_told() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_static_graph_on_a_rank_without_a_batch() -> None:
+def test_a_static_graph_on_a_rank_without_a_batch_is_refused() -> None:
     uneven = short([0, 3], ddp={"static_graph": True})
     uneven.refuse(usual, "learns a static_graph in the first batch: give every rank one", error=ValueError)
 
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("least", [0, 1])
-def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, least: int) -> None:
+def test_sparse_gradients_on_a_rank_with_too_few_batches_are_refused(rank: int, least: int) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model((batch[:, 0].abs() * 19 % 20).long()).square().mean()
         return result
@@ -140,11 +129,11 @@ def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, least: int) 
 # ---------------------------------------------------------------------- different calls
 
 
-@pytest.mark.by_default("3-another forward-[4, 4, 4] | 3-another step-[1, 4, 4] | 3-no step-[4, 4, 4]")
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("numbers", [[4, 4, 4], [1, 4, 4]], ids=str)
-@pytest.mark.parametrize("kind", ["another forward", "another step", "no step"])
-def test_ranks_that_make_different_calls(rank: int, numbers: list[int], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "numbers"), [("another forward", [4, 4, 4]), ("another step", [1, 4, 4]), ("no step", [4, 4, 4])]
+)
+def test_ranks_that_make_different_calls_are_told(rank: int, numbers: list[int], kind: str) -> None:
     def script(loop: Loop, number: int) -> None:
         is_here = rank == 2 and number == 2
         loop.zero()
@@ -203,7 +192,7 @@ def test_what_is_refused_at_once() -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("enable", [True, False])
-def test_torchs_join(enable: bool) -> None:
+def test_torchs_join_is_refused(enable: bool) -> None:
     uneven = short([2, 3])
     match = "torch's Join does not support zeroshard's optimizer: use zeroshard_integrations.join.Join, which takes the"
     with pytest.raises(RuntimeError, match=match):
@@ -211,11 +200,13 @@ def test_torchs_join(enable: bool) -> None:
     uneven.check(usual)
 
 
-@pytest.mark.by_default("3-on one rank-[3, 3, 3] | 3-on one rank-[0, 3, 3] | 3-on all-[1, 3, 3]")
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("numbers", [[3, 3, 3], [1, 3, 3], [0, 3, 3]], ids=str)
-@pytest.mark.parametrize("alone", [True, False], ids=["on one rank", "on all"])
-def test_no_sync(rank: int, numbers: list[int], alone: bool) -> None:
+@pytest.mark.parametrize(
+    ("alone", "numbers"),
+    [(True, [3, 3, 3]), (True, [0, 3, 3]), (False, [1, 3, 3])],
+    ids=["on one rank", "on one rank, none", "on all"],
+)
+def test_no_sync_once_a_rank_has_ended(rank: int, numbers: list[int], alone: bool) -> None:
     def script(loop: Loop, number: int) -> None:
         if number == 2 and (rank == 2 or not alone):
             with uneven.ddp.no_sync():
@@ -229,20 +220,16 @@ def test_no_sync(rank: int, numbers: list[int], alone: bool) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_hook_that_is_registered_in_the_block() -> None:
+def test_a_hook_that_is_registered_in_the_block_is_refused() -> None:
     uneven = short([2, 2])
     with pytest.raises(ValueError, match=HOOK_LEFT_OUT), Join([uneven.ddp, uneven.optimizer]):
         register_reduce_to_owner(uneven.ddp, uneven.optimizer)
     uneven.check(usual)
 
 
-@pytest.mark.by_default(
-    "2-[2, 2]-reduce_to_owner_hook | 2-[0, 2]-hook_with_zero_step | 2-[2, 0]-hook_with_zero_step_interleaved"
-)
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("numbers", [[2, 2], [0, 2], [2, 0]], ids=str)
-def test_torchs_join_of_a_model_with_a_hook(rank: int, hook: str, numbers: list[int]) -> None:
+@each_hook_with("numbers", [2, 2], [0, 2], [2, 0])
+def test_torchs_join_of_a_model_with_a_hook_is_refused(rank: int, hook: str, numbers: list[int]) -> None:
     # As Accelerate's join_uneven_inputs([ddp]) enters it. A rank without data raises too.
     ddp, optimizer = hooked(hook)
     before = [param.clone() for param in ddp.parameters()]
@@ -260,7 +247,7 @@ def test_torchs_join_of_a_model_with_a_hook(rank: int, hook: str, numbers: list[
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_ranks_that_enter_with_other_settings(rank: int) -> None:
+def test_ranks_that_enter_with_other_settings_are_told(rank: int) -> None:
     for settings in ({"throw_on_early_termination": rank == 1}, {"thing": rank}):
         uneven = short([2, 3])
         uneven.arguments = settings
@@ -273,7 +260,7 @@ def test_ranks_that_enter_with_other_settings(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_throw_on_early_termination(rank: int) -> None:
+def test_throw_on_early_termination_raises_on_every_rank(rank: int) -> None:
     uneven = short([2, 4])
     uneven.arguments, batches = {"throw_on_early_termination": True}, []
 
@@ -294,7 +281,7 @@ def test_throw_on_early_termination(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int) -> None:
+def test_parameters_that_are_trained_only_after_a_rank_has_run_out_are_refused(rank: int) -> None:
     def script(loop: Loop, number: int) -> None:
         loop.change(lambda model: [param.requires_grad_(number >= 2) for param in list(model.parameters())[:2]])
         usual(loop, number)
@@ -305,7 +292,27 @@ def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int) ->
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_leaving_after_the_first_forward() -> None:
+def test_leaving_after_the_first_forward_is_refused() -> None:
     # Its calls are zero, the forward, the backward, step.
     with pytest.raises(ValueError, match="leave the loop before that, or after the backward"):
         Uneven([4, 4], calls=[2, 99]).train(usual)
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:deadlock")
+def test_uneven_data_in_the_join_of_ddp_is_told_of_ours(rank: int) -> None:
+    group = group_of(seconds=3)
+    model = small_model().double()
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, process_group=group, lr=0.1)
+
+    def train() -> None:
+        with ddp.join():
+            for number in range(2 + rank):
+                optimizer.zero_grad()
+                ddp(batch(number)).sum().backward()
+                optimizer.step()
+
+    told = r"step\(\).* With uneven data use zeroshard_integrations\.join\.Join\(\[ddp, optimizer\]\)"
+    # The other one waits in a collective of DDP.
+    with pytest.raises(PeerLostError if rank == 1 else RuntimeError, match=told if rank == 1 else None):
+        train()

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from support.ddp_training import Twins
+import pytest
+from support.ddp_training import HOOKS, Twins
 from zeroshard import StepMode
 from zeroshard_comm import RankGroup
 
@@ -31,7 +32,34 @@ def without_tags() -> Iterator[None]:
 class CollectiveTwins(Twins):
     """Twins of which the sharded one moves everything by collectives."""
 
-    def __init__(self, hook: str, **arguments: Any) -> None:
+    def __init__(self, hook: str = HOOKS[0], **arguments: Any) -> None:
         with without_tags():
             super().__init__(hook, **arguments)
             self.optimizer.follow_backward(STEPPING[hook])
+
+
+BOTH_WAYS = pytest.mark.parametrize("twins_by", [Twins, CollectiveTwins], ids=["messages", "collectives"])
+"""Gradients and parameters travel by messages, or by collectives."""
+
+PARTITIONS_BOTH_WAYS = pytest.mark.parametrize(
+    ("twins_by", "hook", "partition"),
+    [
+        pytest.param(kind, hook, partition, id=f"{way}-{hook}-{partition}")
+        for way, kind, partitions in (
+            ("messages", Twins, ("whole", "split", "whole")),
+            ("collectives", CollectiveTwins, ("split", "whole", "split")),
+        )
+        for hook, partition in zip(HOOKS, partitions, strict=True)
+    ],
+)
+"""Each hook both ways, with one partition by messages and the other one by collectives."""
+
+VIEWS_BOTH_WAYS = pytest.mark.parametrize(
+    ("twins_by", "hook", "views"),
+    [
+        pytest.param(kind, hook, views, id=f"{way}-{hook}-{'views' if views else 'copies'}")
+        for way, kind, first in (("messages", Twins, True), ("collectives", CollectiveTwins, False))
+        for hook, views in zip(HOOKS, (first, not first, first), strict=True)
+    ],
+)
+"""Each hook both ways, with gradients that are views of DDP's buckets one way, and copies the other way."""

@@ -7,14 +7,14 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.training import assert_bitwise_equal, cutting, small_model
 from torch import nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import StepMode, ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import (
@@ -25,15 +25,36 @@ from zeroshard_integrations.ddp import (
 from zeroshard_testing import assert_replicas_equal
 
 HOOKS = ("reduce_to_owner_hook", "hook_with_zero_step", "hook_with_zero_step_interleaved")
-"""reduce_to_owner_hook, hook_with_zero_step and hook_with_zero_step_interleaved."""
+
+
+def each_hook_with(names: str, *values: Any) -> pytest.MarkDecorator:
+    """Parametrize by hooks, each with one value of other parameters; two values are for those that step in backward."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    both = zip(HOOKS[-len(rows) :], rows, strict=True)
+    cases = [pytest.param(hook, *row, id="-".join([hook, *map(_id, names.split(", "), row)])) for hook, row in both]
+    return pytest.mark.parametrize(f"hook, {names}", cases)
+
+
+def _id(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    return getattr(value, "__name__", str(value))
+
+
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
+HOOKS_AND_PARTITIONS = each_hook_with("partition", "whole", "split", "whole")
+VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+"""gradient_as_bucket_view of DDP."""
+WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+
+MANY_BUCKETS = 0.05
+"""bucket_cap_mb that cuts small_model() in float64 into several buckets."""
 
 
 def steps_in_backward(hook: str) -> bool:
     return hook in HOOKS[1:]
-
-
-MANY_BUCKETS = 0.05
-"""bucket_cap_mb that cuts small_model() in float64 into several buckets."""
 
 
 def register(
@@ -51,6 +72,28 @@ def register(
         ddp.register_comm_hook(inner_state, hook_with_zero_step_interleaved(inner, ddp, optimizer))
 
 
+def with_hook(
+    hook: str,
+    ddp: DistributedDataParallel,
+    kind: type[optim.Optimizer] = optim.SGD,
+    *,
+    partition: Any = "whole",
+    inner: Callable[..., Any] = allreduce_hook,
+    **settings: Any,
+) -> ZeroRedundancyOptimizer:
+    """Build the sharded optimizer of a model in DDP, and register a hook."""
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.module.named_parameters(),
+        kind,
+        process_group=ddp.process_group,
+        partition=cutting(partition),
+        overlap_with_ddp=steps_in_backward(hook),
+        **{"lr": 0.1, **settings},
+    )
+    register(hook, ddp, optimizer, inner)
+    return optimizer
+
+
 class Twins:
     """A sharded training and its reference, in float64.
 
@@ -60,7 +103,7 @@ class Twins:
 
     def __init__(
         self,
-        hook: str,
+        hook: str = HOOKS[0],
         *,
         model: Callable[[], nn.Module] = small_model,
         optimizer: type[optim.Optimizer] = optim.AdamW,
@@ -129,6 +172,14 @@ class Twins:
         assert_replicas_equal(ours.parameters(), group=self.group)
 
 
+def train(twins: Twins, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None, last: int = 20) -> None:
+    """Train from iteration 1 to the last one, and compare around DDP's rebuild of its buckets, and at the end."""
+    for number in range(1, last + 1):
+        twins.iterate(number, loss)
+        if number <= 3 or number == last:
+            twins.check(f"after iteration {number}")
+
+
 def batch(seed: int) -> torch.Tensor:
     """Inputs of small_model() that differ on every rank, float64, (8, 40), on the default device."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
@@ -152,46 +203,3 @@ def assert_close(ours: nn.Module, theirs: nn.Module, bound: float, when: str) ->
     off = torch.stack([(a - b).norm() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]).norm()
     size = torch.stack([b.norm() for b in theirs.parameters()]).norm()
     assert off <= bound * size, f"parameters differ by {float(off / size):.3g} {when}"
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward on rank 1 alone."""
-
-    @staticmethod
-    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("in backward, on this rank alone")
-        return grad
-
-
-CHECKED = (1, 2, 3, 50)
-
-
-def train(twins: Twins, loss: Any = None, last: int = 50) -> None:
-    for number in range(1, last + 1):
-        twins.iterate(number, loss)
-        if number in CHECKED or number == last:
-            twins.check(f"after iteration {number}")
-
-
-def train_twice_more(twins: Twins) -> None:
-    for number in range(2, 4):
-        twins.backward(twins.ddp, number)
-        twins.optimizer.step()
-        twins.optimizer.zero_grad()
-
-
-def wrapped(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Puts another buffer into the bucket before it calls the inner hook."""
-    return fp16_compress_wrapper(allreduce_hook)(state, bucket)
-
-
-SHORT = timedelta(seconds=3)
-
-
-def short_group() -> dist.ProcessGroup:
-    return dist.new_group(timeout=SHORT)

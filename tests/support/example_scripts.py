@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ import torch
 from support.training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS / "examples"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ class Trained:
 def script(name: str) -> ModuleType:
     with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
         return importlib.import_module(name)
+
+
+def page_script(page: str) -> str:
+    """Return the program that a page of the documentation shows, without the process group that a test has already."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+    program = next(block for block in blocks if "init_process_group" in block)
+    return program.replace('dist.init_process_group("gloo")\n', "").replace("dist.destroy_process_group()\n", "")
 
 
 def train(name: str, *arguments: Any, replaced: dict[str, Any] | None = None, **options: Any) -> Trained:

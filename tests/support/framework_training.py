@@ -36,6 +36,20 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(absent, reason=f"{package} is not installed; nox -s frameworks installs it")
 
 
+two_ranks = pytest.mark.ranks(2, backend="gloo")
+
+ROUNDING = 1e-12
+"""In float64, another order of additions changes results by some 1e-16."""
+
+
+def forget_accelerator() -> None:
+    """Let the next Accelerator of this process be the first one."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @dataclass(frozen=True)
 class Run:
     """What one training left: the model, and the loss of each step on this rank."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ddp_training import MANY_BUCKETS
+from support.groups import group_of
 from support.training import cutting, small_model
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +52,15 @@ def lengths_of(world_size: int) -> Sequence[list[int]]:
 
 ENDINGS = ("the first runs out first", "the last does", "one has none")
 EVERY_ENDING = pytest.mark.parametrize("ending", range(3), ids=ENDINGS)
+EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
+MEANS_AND_ENDINGS = pytest.mark.parametrize(
+    ("divide", "ending"),
+    [(True, 0), (False, 1), (True, 2)],
+    ids=[f"{mean}, {ending}" for mean, ending in zip(("of all", "of those that run", "of all"), ENDINGS, strict=True)],
+)
+EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
+NOTHING_STEPPED, UNCHECKED = 0, -1
+"""Values of ``until`` of `Uneven.refuse`: errors before the first step, and errors after which nothing is compared."""
 
 
 class Branches(nn.Module):
@@ -170,6 +180,11 @@ class Uneven:
             self.lengths, self.arguments = [2, *[3] * (len(self.lengths) - 1)], {}
             self.check(usual)
         return caught.value
+
+
+def short(numbers: list[int], seconds: float = 4, **options: Any) -> Uneven:
+    """Return a training in a group with a timeout that ends what hangs."""
+    return Uneven(numbers, group=group_of(seconds=seconds), **options)
 
 
 class LeftError(Exception):

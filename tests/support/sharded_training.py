@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.ddp_training import assert_close
-from support.sharded_models import Named, Plain, Rank, in_turn, local_first, twice
+from support.sharded_model import Named, Plain, Rank, in_turn, local_first, twice
 from support.training import assert_bitwise_equal, cutting
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
@@ -140,13 +140,17 @@ class Training:
         self.check(f"after iteration {self.number}")
         self.number += 1
 
+    def on_this_rank(self) -> Rank:
+        """Return the next iteration of this rank."""
+        return Rank(self.model, self.call, self.rank, self.number, self._silent)
+
     def _run(self, model: Plain, on: Rank) -> None:
         model.rank, model.number = on.rank, on.number
         self.backward(model, on)
 
     def iterate_sharded(self) -> torch.Tensor | None:
         self.model.prepare(self.number, lambda params: self.optimizer.add_param_group({"params": params, "lr": 0.01}))
-        self._run(self.model, Rank(self.model, self.call, self.rank, self.number, self._silent))
+        self._run(self.model, self.on_this_rank())
         norm = None
         if self.clip == "torch":
             norm = clip_grad_norm_(self.model.parameters(), MAX_NORM)

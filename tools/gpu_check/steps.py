@@ -116,7 +116,7 @@ def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
     return [step for step in steps if step.name in chosen]
 
 
-_HOOKS = "tests/emulated/test_ddp_cuda.py"
+_HOOKS = "tests/emulated/test_ddp_on_accelerators.py"
 _PARITY, _ALL = "test_parity and views", "exhaustive or not exhaustive"
 _TRANSFERS = ("tests/comm/test_state_transfer.py", "tests/step/test_implementations.py")
 _ONCE = ("--iterations=1", "--rounds=1")
