@@ -1,9 +1,9 @@
 """Copies code from docs/examples into pages, so that they read as plain Markdown.
 
 A comment above a fence names what it shows: ``<!-- examples/gan.py -->`` a file, ``<!-- examples/gan.py: train -->`` a
-function or class of it, ``<!-- examples/gan.py from "import sys" until "def main" -->`` its lines from the first that has
-a text until the first that has another one, and ``<!-- examples/plain.py to examples/sharded.py -->`` a difference. Run
-as ``python tools/inlined_code.py``; with ``--check`` nothing is written, and the exit status is 1 if a page differs.
+function or class of it, ``<!-- examples/gan.py from "import sys" until "def main" -->`` the lines from the first that
+has a text until the first that has another one, ``<!-- examples/plain.py to examples/sharded.py -->`` a difference.
+Run as ``python tools/inlined_code.py``; with ``--check`` it writes nothing, and the exit status is 1 if a page differs.
 """
 
 from __future__ import annotations
