@@ -31,7 +31,7 @@ def output_of(arguments: str) -> str:
     words = shlex.split(arguments.replace("\\\n", " "))
     done = subprocess.run(
         [sys.executable, "-c", "from zeroshard.planner import main; main()", *words],
-        cwd=ROOT / "docs" / "examples" / "configs",
+        cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         encoding="utf-8",
