@@ -15,7 +15,13 @@ pytest.importorskip("typer", reason="the command needs the extra zeroshard[cli]"
 
 import planning_page
 from zeroshard.planner import main
+from zeroshard.planner.comparison import compare, planner_of
 from zeroshard.planner.models import InputError, Model, read_model
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "DDP": "DDP", "level": "zeroshard in DDP", "level+grads": "zeroshard, gradients sharded", "FSDP2": "FSDP2, for comparison",
+}  # fmt: skip
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -102,3 +108,15 @@ def test_what_cannot_be_built_is_told_in_one_line(tmp_path: Path, config: object
 
 def test_the_page_shows_what_its_commands_print() -> None:
     assert planning_page.main(["--check"]) == 0
+
+
+def test_the_readme_has_what_the_command_computes_for_seven_billion_parameters() -> None:
+    model = read_model(str(ROOT / "docs" / "examples" / "configs" / "llama-2-7b"))
+    settings = {"dtype": None, "grad_dtype": None, "master_weights": False, "backend": "nccl"}
+    rows = {row.name: row for row in compare(planner_of(model, "AdamW", **settings), "AdamW", 8, ("level",), hook=True)}
+    table = re.findall(r"^\|(.*?)\|(.*)\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    shown = {name.strip(): [cell.strip(" *") for cell in cells.split("|")] for name, cells in table}
+    for name, label in NAMES.items():
+        here = rows[name].largest
+        sizes = [here.parameters, here.gradients, here.state, here.total, max(rows[name].sent)]
+        assert shown[label] == [f"{size / 1e9:.1f}" for size in sizes], label
