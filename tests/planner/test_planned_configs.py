@@ -20,8 +20,12 @@ from zeroshard.planner.models import InputError, Model, read_model
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
-    "DDP": "DDP", "level": "zeroshard in DDP", "level+grads": "zeroshard, gradients sharded", "FSDP2": "FSDP2, for comparison",
-}  # fmt: skip
+    "DDP": "DDP",
+    "level": "zeroshard in DDP",
+    "level+grads": "zeroshard, gradients sharded",
+    "FSDP2": "FSDP2, for comparison",
+}
+"""Rows of the command, and of the README."""
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
