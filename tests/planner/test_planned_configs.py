@@ -21,11 +21,12 @@ from zeroshard.planner.models import InputError, Model, read_model
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "DDP": "DDP",
+    "torch ZeRO": "torch's `ZeroRedundancyOptimizer`",
     "level": "zeroshard in DDP",
     "level+grads": "zeroshard, gradients sharded",
     "FSDP2": "FSDP2, for comparison",
 }
-"""Rows of the command, and of the README."""
+"""Rows of the command, and of the page of comparisons. The README leaves the second out."""
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -114,13 +115,15 @@ def test_the_page_shows_what_its_commands_print() -> None:
     assert planning_page.main(["--check"]) == 0
 
 
-def test_the_readme_has_what_the_command_computes_for_seven_billion_parameters() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
+def test_pages_have_what_the_command_computes_for_seven_billion_parameters(page: str) -> None:
     model = read_model(str(ROOT / "docs" / "examples" / "configs" / "llama-2-7b"))
     settings = {"dtype": None, "grad_dtype": None, "master_weights": False, "backend": "nccl"}
     rows = {row.name: row for row in compare(planner_of(model, "AdamW", **settings), "AdamW", 8, ("level",), hook=True)}
-    table = re.findall(r"^\|(.*?)\|(.*)\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    table = re.findall(r"^\|(.*?)\|(.*)\|$", (ROOT / page).read_text("utf-8"), re.MULTILINE)
     shown = {name.strip(): [cell.strip(" *") for cell in cells.split("|")] for name, cells in table}
-    for name, label in NAMES.items():
+    assert {*NAMES.values()} - {*shown} == ({NAMES["torch ZeRO"]} if page == "README.md" else set())
+    for name, label in ((name, label) for name, label in NAMES.items() if label in shown):
         here = rows[name].largest
         sizes = [here.parameters, here.gradients, here.state, here.total, max(rows[name].sent)]
         assert shown[label] == [f"{size / 1e9:.1f}" for size in sizes], label
