@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard import ZeroRedundancyOptimizer, shard_gradients
 
 STEPS, ROWS, CONTEXT = 50, 48, 16
 checkpoint = Path(sys.argv[1])
@@ -30,9 +28,8 @@ model = nn.Sequential(
     nn.ReLU(),
     nn.Linear(256, 256),
 )
-ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
 optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
-register_reduce_to_owner(ddp, optimizer)
+sharding = shard_gradients(model, optimizer)
 
 first, losses = 0, []
 if checkpoint.exists():
@@ -47,7 +44,7 @@ for step in range(first, first + STEPS):
     starts = torch.randint(len(text) - CONTEXT, (ROWS,), generator=drawing)[rank::ranks]
     rows = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
     optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(ddp(rows[:, :CONTEXT]), rows[:, CONTEXT])
+    loss = nn.functional.cross_entropy(model(rows[:, :CONTEXT]), rows[:, CONTEXT])
     loss.backward()
     optimizer.step()
     losses.append(loss.detach())
@@ -62,6 +59,4 @@ if rank == 0:
     torch.save({**saved, "steps": steps}, new_file)
     new_file.replace(checkpoint)
     print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}")
-# DDP that outlives its process group can hang.
-del ddp
 dist.destroy_process_group()

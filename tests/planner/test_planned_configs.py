@@ -16,7 +16,18 @@ pytest.importorskip("transformers", reason="configs are those of transformers")
 pytest.importorskip("typer", reason="the command needs the extra zeroshard[cli]")
 
 from zeroshard.planner import main
+from zeroshard.planner.comparison import compare, planner_of
 from zeroshard.planner.models import InputError, Model, read_model
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "DDP": "DDP",
+    "torch ZeRO": "torch's `ZeroRedundancyOptimizer`",
+    "level": "zeroshard in DDP",
+    "level+grads": "zeroshard, gradients sharded",
+    "FSDP2": "FSDP2, for comparison",
+}
+"""Rows of the command, and of the page of comparisons. The README leaves the second out."""
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -102,7 +113,7 @@ def test_what_cannot_be_built_is_told_in_one_line(tmp_path: Path, config: object
     assert "\n" not in str(raised.value)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = ROOT / "docs" / "planning.md"
 SHOWN = re.findall(
     r"^```console\n\$ zeroshard (.*?)(?<!\\)\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
 )
@@ -112,6 +123,19 @@ SHOWN = re.findall(
 def test_the_page_shows_what_its_commands_print(arguments: str, output: str) -> None:
     program = [sys.executable, "-W", "ignore", "-c", "from zeroshard.planner import main; main()"]
     command = [*program, *shlex.split(arguments.replace("\\\n", " "))]
-    folder = PAGE.parent / "examples" / "configs"
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True)
     assert [line.rstrip() for line in done.stdout.splitlines()] == output.splitlines()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
+def test_pages_have_what_the_command_computes_for_seven_billion_parameters(page: str) -> None:
+    model = read_model(str(ROOT / "docs" / "examples" / "configs" / "llama-2-7b"))
+    settings = {"dtype": None, "grad_dtype": None, "master_weights": False, "backend": "nccl"}
+    rows = {row.name: row for row in compare(planner_of(model, "AdamW", **settings), "AdamW", 8, ("level",), hook=True)}
+    table = re.findall(r"^\|(.*?)\|(.*)\|$", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+    shown = {name.strip(): [cell.strip(" *") for cell in cells.split("|")] for name, cells in table}
+    assert {*NAMES.values()} - {*shown} == ({NAMES["torch ZeRO"]} if page == "README.md" else set())
+    for name, label in ((name, label) for name, label in NAMES.items() if label in shown):
+        here = rows[name].largest
+        sizes = [here.parameters, here.gradients, here.state, here.total, max(rows[name].sent)]
+        assert shown[label] == [f"{size / 1e9:.1f}" for size in sizes], label

@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import track
 
 from zeroshard.byte_units import format_bytes, parse_bytes
 from zeroshard.plan.choices import PARTITIONS, listed
-from zeroshard.planner.comparison import Row, advise, compare, planner_of
-from zeroshard.planner.models import InputError, read_model
-from zeroshard.planner.report import BY_ARITHMETIC, NOT_COUNTED, as_json, draw, table
+from zeroshard.planner.comparison import Row, advised, call_of, compare, planner_of, verdict
+from zeroshard.planner.models import InputError, Model, read_model
+from zeroshard.planner.report import NOT_COUNTED, as_json, draw, table
 
 EXAMPLES = """Examples:
 
-  zeroshard plan ./Llama-3-8B --ranks 8 --dtype bfloat16 --master-weights --memory 80GiB
+  zeroshard plan docs/examples/configs/gpt2 --memory 2GiB
+
+  zeroshard plan ./Llama-3-8B --dtype bfloat16 --master-weights --memory 80GiB
 
   zeroshard plan train:make_model -o 'SGD(momentum=0.9)' -o 'Muon:matrices+AdamW:rest' --ranks 2,4,8
 
-  zeroshard plan model.safetensors.index.json -o AdamW --json
 """
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -40,26 +39,34 @@ def _several() -> None:
     """Shards optimizer state across the ranks of DistributedDataParallel."""
 
 
+Told = typer.Option
+"""An option, whose help is a sentence."""
+
+
 @app.command(epilog=EXAMPLES)
 def plan(
-    model: Annotated[str, typer.Argument(help="module:function, config.json or its folder, or .safetensors")],
-    optimizer: Annotated[list[str] | None, typer.Option("-o", help="e.g. Muon:matrices+AdamW:rest")] = None,
-    ranks: Annotated[str, typer.Option(help="numbers of ranks, e.g. 2,4,8")] = "8",
-    partition: Annotated[str, typer.Option(help="of whole, split, level")] = ",".join(PARTITIONS),
-    backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl stands for all that use collectives")] = "nccl",
-    hook: Annotated[bool, typer.Option(help="whether a hook sends gradients to their owners")] = True,
-    dtype: Annotated[Dtype | None, typer.Option(help="of parameters")] = None,
-    grad_dtype: Annotated[Dtype | None, typer.Option(help="of gradients")] = None,
-    master_weights: Annotated[bool, typer.Option("--master-weights", help="float32 copies at owners")] = False,
-    memory: Annotated[str, typer.Option(help="of a device, e.g. 80GiB")] = "",
-    show: Annotated[bool, typer.Option("--show", help="list what `matrices` means")] = False,
-    real: Annotated[bool, typer.Option("--real", help="build a function's model on the CPU")] = False,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="of a config")] = False,
-    picture: Annotated[Path | None, typer.Option(help="draw bars and lines to this file")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print JSON; sizes are bytes")] = False,
-    require_fit: Annotated[bool, typer.Option("--require-fit", help="exit with 1 if all exceed --memory")] = False,
+    model: Annotated[
+        str, typer.Argument(help="A function as module:function, a config.json or its folder, or a .safetensors file.")
+    ],
+    optimizer: Annotated[
+        list[str] | None, Told("-o", help="A class, or several such as Muon:matrices+AdamW:rest. Repeat it to compare.")
+    ] = None,
+    ranks: Annotated[str, Told(help="The numbers of ranks, such as 2,4,8.")] = "8",
+    partition: Annotated[str, Told(help="The partitions to compare.")] = ",".join(PARTITIONS),
+    backend: Annotated[Literal["gloo", "nccl"], Told(help="Choose nccl for all backends but gloo.")] = "nccl",
+    hook: Annotated[bool, Told(help="Say whether a hook of DDP sends gradients to their owners.")] = True,
+    dtype: Annotated[Dtype | None, Told(help="The dtype of parameters, if not the model's.")] = None,
+    grad_dtype: Annotated[Dtype | None, Told(help="The dtype of gradients, if not the parameters'.")] = None,
+    master_weights: Annotated[bool, Told("--master-weights", help="Keep float32 copies at the owners.")] = False,
+    memory: Annotated[str, Told(help="The memory of a device, such as 80GiB.")] = "",
+    show: Annotated[bool, Told("--show", help="List the parameters that `matrices` selects.")] = False,
+    real: Annotated[bool, Told("--real", help="Build a function's model on the CPU.")] = False,
+    trust_remote_code: Annotated[bool, Told("--trust-remote-code", help="Run code that a config names.")] = False,
+    picture: Annotated[Path | None, Told(help="Draw the comparison to this file.")] = None,
+    json_output: Annotated[bool, Told("--json", help="Print JSON. Sizes are in bytes.")] = False,
+    require_fit: Annotated[bool, Told("--require-fit", help="Exit with 1 if no partition fits.")] = False,
 ) -> None:
-    """Show bytes, work and traffic of each rank, from shapes alone."""
+    """Say what training takes on each rank: memory, optimizer state and bytes sent, from the shapes of a model."""
     try:
         device = parse_bytes(memory) if memory else None
     except ValueError as error:
@@ -83,44 +90,50 @@ def plan(
         sys.stdout.writelines(f"{name}\n" for name in sorted(found.matrices))
         return
     with redirect_stdout(sys.stderr):
-        planners = {text: planner_of(found, text, **settings) for text in optimizer or ["AdamW"]}
-        errors = Console(stderr=True)
-        rows, advice = list[Row](), dict[str, str]()
+        planners = {text: planner_of(found, text, **settings) for text in optimizer or [found.classes or "AdamW"]}
+        rows, advice = list[Row](), dict[str, dict[str, str]]()
         for text, planner in planners.items():
-            shown = track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
-            own = [row for count in shown for row in compare(planner, text, count, partitions, hook=hook)]
-            advice[text] = advise(planner, own, device)
+            own = [row for count in counts for row in compare(planner, text, count, partitions, hook=hook)]
+            largest = [row for row in own if row.count == max(counts)]
+            has_groups = found.groups is not None
+            call = call_of(advised(largest, device), hook=hook, master_weights=master_weights, has_groups=has_groups)
+            advice[text] = {"verdict": verdict(largest, device, memory), "call": call}
             rows += own
     if all(row.plan is None for row in rows):
         raise InputError(next(row.note for row in rows if row.note))
     if picture is not None:
-        draw(rows, device, picture)
+        draw(rows, max(counts), device, picture)
+        sys.stderr.write(f"The picture is in {picture}.\n")
     told = {**as_json(found, rows, device, advice), **settings}
     if json_output:
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
-        _print(told, found.notes, rows)
-        sys.stdout.write("" if optimizer else "No -o was given: AdamW.\n")
-    if require_fit and device is not None and all(row.largest.total > device for row in rows if row.plan is not None):
+        _print(told, found, rows)
+        sys.stdout.write("" if optimizer or found.classes else "No -o was given: AdamW.\n")
+    if require_fit and device is not None and all(row.peak > device for row in rows if row.plan is not None):
         raise typer.Exit(1)
 
 
-def _print(told: Mapping[str, Any], notes: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print what the JSON has, as text and tables."""
-    console = Console(highlight=False, width=max(80, Console().width) if sys.stdout.isatty() else 80)
+def _print(told: Mapping[str, Any], model: Model, rows: Sequence[Row]) -> None:
+    """Print what the JSON has, as text of at most 80 columns."""
     kinds = f"{told['dtype']} by --dtype" if told["dtype"] else f"the model's {listed(told['dtypes_of_model'])}"
-    console.print(f"{told['model']}:", markup=False)
-    console.print(f"{told['elements']:,} parameters in {kinds}, {told['frozen']:,} of them frozen")
-    for note in notes:
-        console.print(f"Note: {note}.", markup=False)
-    for text, advised in told["advice"].items():
+    _print_text(f"{told['model']}:\n{told['elements']:,} parameters in {kinds}, {told['frozen']:,} of them frozen")
+    for note in model.notes:
+        _print_text(f"Note: {note}.")
+    for text, advice in told["advice"].items():
         own = [row for row in rows if row.optimizers == text]
-        plain = own[0].largest
-        parts = ("parameters", "gradients", "buffers", "state")
-        sizes = ", ".join(f"{part} {format_bytes(getattr(plain, part))}" for part in parts)
-        console.print(f"\n{text}\nWithout sharding: {sizes}", markup=False)
-        console.print(table(own, told["memory"]))
+        parts = ", ".join(
+            f"{part} {format_bytes(getattr(own[0].largest, part))}"
+            for part in ("parameters", "gradients", "buffers", "state")
+        )
+        _print_text(f"\n{text}\nWithout sharding: {parts}\n\n{advice['verdict']}")
+        sys.stdout.write(f"\n{advice['call']}\n\nPer rank and step:\n{table(own, told['memory'])}\n")
         for note in dict.fromkeys(row.note for row in own if row.note):
-            console.print(f"Note: {note}", markup=False)
-        console.print(advised, markup=False)
-    console.print(f"\n{BY_ARITHMETIC}\n{NOT_COUNTED}", markup=False)
+            _print_text(f"Note: {note}")
+    _print_text(f"\n{NOT_COUNTED}")
+
+
+def _print_text(text: str) -> None:
+    """Print lines, each wrapped at 80 columns."""
+    for line in text.split("\n"):
+        sys.stdout.write(textwrap.fill(line, 80, break_on_hyphens=False) + "\n")

@@ -1,4 +1,4 @@
-"""Compares what optimizers, partitions and numbers of ranks take, and gives a sentence of advice."""
+"""Compares what optimizers, partitions and numbers of ranks take, and says what fits and what to type."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 from torch import nn
 from zeroshard_core import Plan, RankBytes
 
-from zeroshard.plan.choices import REST, assign, optimizer_class, parse
+from zeroshard.byte_units import format_bytes
+from zeroshard.plan.choices import MATRICES, REST, Choice, assign, optimizer_class, parse
 from zeroshard.plan.predict import Planner
 from zeroshard.planner.models import InputError, Model
+
+DDP, FSDP2 = "DDP", "FSDP2"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Row:
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
+    def peak(self) -> int:
+        """The bytes that the rank that holds most holds at the highest."""
+        return self.largest.total
+
+    @property
     def is_arithmetic(self) -> bool:
         """True for an alternative, which is computed by the same arithmetic, but not run."""
         return self.plan is None and self.ranks != ()
@@ -56,13 +64,13 @@ def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[
     Partitions come with gradients in DDP, and then with sharded gradients.
     """
     plain = planner.plain
-    yield Row(optimizers, "DDP", count, (plain,) * count, (2 * plain.gradients * (count - 1) // count,) * count)
+    yield Row(optimizers, DDP, count, (plain,) * count, (2 * plain.gradients * (count - 1) // count,) * count)
     if planner.is_plain:
         whole = planner.predict(count, "whole", reduces_to_owner=False)
         yield Row(optimizers, "torch ZeRO", count, whole.ranks, whole.sent)
     shared = {kind: -(-getattr(plain, kind) // count) for kind in ("parameters", "gradients", "state", "temporaries")}
     gathered = (2 * plain.parameters + plain.gradients) * (count - 1) // count
-    yield Row(optimizers, "FSDP2", count, (replace(plain, **shared),) * count, (gathered,) * count)
+    yield Row(optimizers, FSDP2, count, (replace(plain, **shared),) * count, (gathered,) * count)
     for sharded, partition in product((False, True), partitions):
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -101,44 +109,75 @@ def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: 
             ]
             common = {}
         elif len(choices) > 1 or choices[0].pattern != REST:
-            raise ValueError("param groups have their own classes; name one class, which the others get")
+            raise ValueError("the model is a list of param groups: name one class, for groups without one of their own")
         else:
             groups = [{**group, "params": [made[param] for param in group["params"]]} for group in model.groups]
         planner = Planner(groups, classes[0], buffers=model.buffers, order=made.values(), **settings, **common)
         _ = planner.plain
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a class may raise any exception
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise InputError(f"-o {optimizers!r}: {what}{' '.join(str(error).split())}") from None
+        cure = f"; write -o '{optimizers}:{MATRICES}+AdamW:{REST}'" if "only supports 2D" in str(error) else ""
+        raise InputError(f"-o {optimizers!r}: {what}{' '.join(str(error).split())}{cure}") from None
     return planner
 
 
-def advise(planner: Planner, rows: Sequence[Row], memory: int | None) -> str:
-    """Return the advice of the first rule that applies for the largest number of ranks in the rows of a planner."""
-    count = max(row.count for row in rows)
-    planned = [row for row in rows if row.count == count and row.plan is not None]
-    least, sharded = (
-        min((row.largest.total for row in planned if row.sharded is flag), default=0) for flag in (False, True)
-    )
-    of_rules = rules(planner.plain, least, sharded, count, memory, elementwise=planner.is_elementwise)
-    return f"On {count} ranks: " * (count > 1) + next(text for applies, text in of_rules if applies)
+def by_peak(row: Row) -> float:
+    """Sorts rows by the bytes of the rank that holds most; rows that are refused come last."""
+    return row.peak if row.ranks else float("inf")
 
 
-def rules(
-    plain: RankBytes, least: int, sharded: int, count: int, memory: int | None, *, elementwise: bool
-) -> list[tuple[bool, str]]:
-    """Return each advice and whether it applies, in order.
+def advised(rows: Sequence[Row], memory: int | None) -> Row:
+    """Return the row with the least peak that fits into ``memory``, among partitions and DDP; FSDP2's if none fits."""
+    own = [row for row in rows if row.ranks and (row.plan is not None or row.partition == DDP)]
+    fitting = [row for row in own if memory is None or row.peak <= memory]
+    return min(fitting, key=by_peak) if fitting else next(row for row in rows if row.partition == FSDP2)
 
-    The best partition takes ``least`` bytes if gradients stay in DDP, and ``sharded`` bytes if they are sharded.
-    """
-    small = plain.state < 0.05 * (plain.parameters + plain.gradients + plain.state)
-    too_much = memory is not None and plain.parameters + plain.gradients > memory and sharded > memory
-    needs_sharding = memory is not None and sharded <= memory < min(least, plain.total)
-    return [
-        (count == 1, "Use the plain optimizer: on one rank there is nothing to shard."),
-        (too_much, "No partition helps: each rank keeps all parameters. Use FSDP2."),
-        (needs_sharding, "Use shard_gradients() in place of DDP: nothing else fits."),
-        (small, "Use plain DDP: the optimizer state is less than 5% of parameters, gradients and state."),
-        (least >= plain.total, "Use plain DDP: no partition of these takes less memory."),
-        (not elementwise, "Use partition='level': what may be cut fills up the ranks, other tensors stay whole."),
-        (True, "Use partition='split': it divides the state evenly."),
-    ]
+
+def verdict(rows: Sequence[Row], memory: int | None, written: str) -> str:
+    """Say for the rows of one number of ranks what fits into ``memory``, ``written`` so, and what is left."""
+    chosen, plain = advised(rows, memory), next(row for row in rows if row.partition == DDP)
+    ranks = "One rank" if chosen.count == 1 else f"{chosen.count} ranks"
+    peak = format_bytes(chosen.peak)
+    if memory is None:
+        less = "" if chosen is plain else f", {1 - chosen.peak / plain.peak:.0%} less than DDP"
+        return f"{ranks}: {chosen.name} has the least peak, {peak}{less}."
+    ordered = sorted((row for row in rows if row.ranks), key=by_peak)
+    fitting, other = ([row.name for row in ordered if (row.peak <= memory) is fits] for fits in (True, False))
+    told = f"Nothing fits: {chosen.name} takes {peak}."
+    if fitting:
+        left = f"{chosen.name} leaves {format_bytes(memory - chosen.peak)} for activations"
+        told = f"{left}. Fits: {', '.join(fitting)}." + f" Does not fit: {', '.join(other)}." * bool(other)
+    return f"{ranks} of {written}: {told}"
+
+
+def call_of(row: Row, *, hook: bool, master_weights: bool, has_groups: bool) -> str:
+    """Return the lines of a script that build what a row describes."""
+    if row.partition == FSDP2:
+        return "Use FSDP2, torch.distributed.fsdp.fully_shard(), which shards parameters too."
+    if row.partition == DDP:
+        why = "on one rank there is nothing to shard" if row.count == 1 else "no partition takes less than DDP"
+        return f"Use the plain optimizer: {why}."
+    choices = parse(row.optimizers)
+    name, arguments = _class_of(choices[-1]), dict(choices[-1].arguments)
+    lines, params = list[str](), "groups" if has_groups or len(choices) > 1 else "model.named_parameters()"
+    if len(choices) > 1 and not has_groups:
+        lines += ["groups = ["]
+        for choice in choices:
+            own = "".join(f', "{key}": {value!r}' for key, value in choice.arguments)
+            taken = choice.pattern if choice.pattern.isidentifier() else f"<{choice.pattern}>"
+            lines += [f'    {{"params": {taken}, "optimizer_class": {_class_of(choice)}{own}}},']
+        lines += ["]"]
+    if len(choices) > 1:
+        arguments = {}
+    arguments |= {"partition": row.partition, **({"master_weights": True} if master_weights else {})}
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    lines += [f"optimizer = ZeroRedundancyOptimizer(\n    {params}, {name}, {given})"]
+    if row.sharded:
+        lines += ["sharding = shard_gradients(model, optimizer)  # in place of DDP"]
+    elif hook:
+        lines += ["register_reduce_to_owner(ddp, optimizer)  # a hook of DDP"]
+    return "\n".join(lines)
+
+
+def _class_of(choice: Choice) -> str:
+    return choice.name if "." in choice.name else f"torch.optim.{choice.name}"

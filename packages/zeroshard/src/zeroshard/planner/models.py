@@ -40,6 +40,16 @@ class Model:
     groups: Sequence[Mapping[str, Any]] | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def classes(self) -> str | None:
+        """The names of the classes of the param groups, as for ``-o``; None if a group has no class of its own."""
+        own = [group.get("optimizer_class") for group in self.groups or [{}]]
+        classes = {cls: cls.__module__.startswith("torch.optim.") for cls in own if isinstance(cls, type)}
+        named = [
+            cls.__name__ if is_torchs else f"{cls.__module__}.{cls.__name__}" for cls, is_torchs in classes.items()
+        ]
+        return "+".join(named) if all(isinstance(cls, type) for cls in own) else None
+
 
 def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
     """Read a model, as the command's help says. This reads no weights, and fetches nothing. Raises InputError."""
@@ -49,6 +59,9 @@ def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False
     has_experts = any("experts" in name for name in found.params)
     notes = ["experts are replicated; expert parallelism is not modelled"] if has_experts else []
     return replace(found, notes=(*found.notes, *notes))
+
+
+GUARD = '; the module is imported, so what it runs as a script should stand below if __name__ == "__main__":'
 
 
 def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
@@ -64,6 +77,8 @@ def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
         return _of_config(path, trust_remote_code=trust_remote_code)
     if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", text):
         return _of_function(text, real=real)
+    if path.suffix in (".json", ".safetensors"):
+        raise InputError(f"{text} does not exist: name a file, or the folder of config.json or model.safetensors")
     raise InputError(
         f"{text!r} is no file, folder or module:function. For a model on the Hugging Face hub, download its config "
         f"first: hf download {text} config.json --local-dir {path.name or 'model'}"
@@ -77,7 +92,8 @@ def _of_module(model: nn.Module, source: str, head: torch.Tensor | None = None) 
 
 def _of_function(text: str, *, real: bool) -> Model:
     module, _, function = text.partition(":")
-    make = _call(lambda: getattr(importlib.import_module(module), function), text)
+    imported = _call(lambda: importlib.import_module(module), text, cure=GUARD)
+    make = _call(lambda: getattr(imported, function), text)
     made = _call(make, text, "cpu" if real else "meta")
     if isinstance(made, nn.Module):
         found: Model = _call(lambda: _of_module(made, f"the model that {text} returns"), text)
@@ -91,7 +107,7 @@ def _of_function(text: str, *, real: bool) -> Model:
     return Model(f"the param groups that {text} returns", params, groups=groups)
 
 
-def _call(function: Callable[[], Any], text: str, device: str = "cpu") -> Any:  # noqa: ANN401 - what it returns
+def _call(function: Callable[[], Any], text: str, device: str = "cpu", cure: str = "") -> Any:  # noqa: ANN401 - what it returns
     """Call a function that may be the user's. An InputError says what it raised, and where."""
     try:
         with torch.device(device):
@@ -104,7 +120,7 @@ def _call(function: Callable[[], Any], text: str, device: str = "cpu") -> Any:  
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if device == "meta" and "meta" in told.lower():
             told += "; the meta device has no values to read while a model is built: --real builds it on the CPU"
-        raise InputError(f"{where}: {told}") from None
+        raise InputError(f"{where}: {told}{cure if own else ''}") from None
 
 
 def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
