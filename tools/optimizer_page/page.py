@@ -12,15 +12,19 @@ _HEAD = """<!-- Written by tools/optimizer_page; a change belongs there. -->
 
 # Optimizers
 
-Each rank steps only the tensors that it owns. That gives what one process gives if the optimizer updates each tensor by
-itself, as most do. An optimizer that **couples** tensors, such as Prodigy, which estimates one step size from all of
-them, would train differently, without an error. So `ZeroRedundancyOptimizer` refuses those that it knows, by name, with
-an error on every rank. It tries others for a few milliseconds, on a matrix and a vector, with large and small
-gradients, and refuses one that steps them together otherwise than apart; one that cannot be tried is accepted, and
-named in the log at level `INFO`. With `coupled="allow"` it accepts all: all ranks still hold the same parameters,
-but on each of them the optimizer sees only the tensors that the rank owns.
+See whether your optimizer works with zeroshard, and with which partition.
 
-{func}`zeroshard.check_optimizer` tries out a class that is not on this page:
+Each rank steps only the tensors that it owns. That matches one process if the optimizer updates each tensor
+independently, as most do. An optimizer that **couples** tensors, such as Prodigy, which estimates one step size from
+all of them, would train differently without an error. So `ZeroRedundancyOptimizer` refuses it:
+
+- A class that is known to couple tensors raises on every rank.
+- A class that zeroshard does not know is stepped on two small tensors for a few milliseconds, and raises if it
+  couples them. A class that cannot be tried is accepted, and logged at level `INFO`.
+- With `coupled="allow"` every class but LBFGS is accepted. All ranks still hold the same parameters, but the
+  optimizer sees only the tensors of its rank.
+
+To try a class that is not on this page:
 
 ```python
 from zeroshard import check_optimizer
@@ -28,30 +32,33 @@ from zeroshard import check_optimizer
 check_optimizer(MyOptimizer, lr=1e-3).verdict  # "equal", "coupled", "draws random numbers" or "cannot tell"
 ```
 
-It steps toy tensors together and separately, and compares them: evidence, not proof. The tables show the results for
-these packages on a CPU, with the classes' own arguments unless others are named. Some classes are refused for what
-their source does, though toy tensors do not show it.
+The check steps small tensors together and separately, and compares them. This is evidence, not proof.
+
+## How to read the tables
+
+Classes were tried on a CPU, with their own arguments unless others are named. Some classes are refused because of
+their source, though small tensors show no coupling.
 
 | seen | what it means |
 | --- | --- |
-| equal | no tensor depended on the others in 50 steps with any of four kinds of gradients |
-| coupled | one did, from the step named on |
-| draws random numbers | equal if tensors get the same random numbers; sharded, they get other ones |
-| cannot tell | it could not be tried this way; the remark says why |
-
-The column *partition* names the one that fits. Each class was stepped with a tensor, and with two parts of it: it is
-elementwise if both gave the same bits and its state can be cut too. Then pass `elementwise=True`, unless the class is
-of `torch.optim`.
+| equal | no tensor depended on another in 50 steps, with four kinds of gradients |
+| coupled | a tensor depended on another, from the step named on |
+| draws random numbers | equal if tensors get the same random numbers; sharded, they get other numbers |
+| cannot tell | the class could not be tried; the remark says why |
 
 | partition | what it means |
 | --- | --- |
-| `"split"` | it is elementwise: `"split"` and `"level"` may cut its tensors |
-| `"level"` | it needs whole tensors: `"level"` and `"whole"` do not cut them; `"level"` balances several classes |
-| `"whole"` | it has state that belongs to no tensor, so it is not cut, and cannot be one of several classes |
-| refused | it couples tensors |
+| `"split"` | the class is elementwise: `"split"` and `"level"` may cut its tensors |
+| `"level"` | the class needs whole tensors, which `"level"` and `"whole"` keep |
+| `"whole"` | the class has state that belongs to no tensor: it is not cut, and cannot be one of several classes |
+| refused | the class couples tensors |
 
-Matrices are often given to one class and the rest to AdamW: a param group may [name its own class](muon.md), and
-`cost` says what its updates take. `"level"` balances these, and cuts AdamW's tensors where state is missing:
+With `"split"` and `"level"`, pass `elementwise=True` for an elementwise class that is not of `torch.optim`.
+
+## Several classes
+
+A param group may [name its own class](muon.md), and `cost` gives the work of its updates. `"level"` balances that
+work, and cuts AdamW's tensors to even out state:
 
 ```python
 def soap(spec):
@@ -63,8 +70,7 @@ optimizer = ZeroRedundancyOptimizer(
     torch.optim.AdamW, partition="level")
 ```
 
-Some classes step matrices by Muon, and by AdamW the groups that a flag names. Declare these elementwise, and `"level"`
-cuts their tensors:
+Some classes step some groups by Muon and others by AdamW, as a flag says. Declare the AdamW groups elementwise:
 
 ```python
 optimizer = ZeroRedundancyOptimizer(
@@ -73,11 +79,16 @@ optimizer = ZeroRedundancyOptimizer(
     muon.SingleDeviceMuonWithAuxAdam, partition="level")
 ```
 
-8-bit classes scale blocks of elements together, so their tensors stay whole. torchao keeps state in tensors of its own
-kind: `consolidate_state_dict()` refuses to send these. heavyball keeps counts outside of the state of its tensors,
-which checkpoints do not hold: a warning says so, and a run that resumes may differ. `AdaShift`, `AggMo`, `Conda` and
-`ScalableShampoo` of pytorch_optimizer keep objects in their state that cannot be moved without pickle: the first step
-raises.
+## Limits of some packages
+
+- 8-bit classes scale blocks of elements together, so their tensors stay whole.
+- torchao keeps state in tensors of its own kind: `consolidate_state_dict()` refuses to send them.
+- heavyball keeps counts outside of the state of tensors, which checkpoints do not hold. A warning says so, and a
+  resumed run may differ.
+- `AdaShift`, `AggMo`, `Conda` and `ScalableShampoo` of pytorch_optimizer keep objects in their state that cannot be
+  moved without pickle: the first step raises.
+
+## Packages
 """
 
 
