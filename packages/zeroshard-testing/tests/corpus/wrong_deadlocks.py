@@ -38,7 +38,7 @@ def test_crossed_groups_that_gloo_completes(rank):
     crossed(rank)
 
 
-@pytest.mark.unchecked("The order of collectives of different groups, unless `order` is turned on")
+@pytest.mark.unchecked("the order of collectives of different groups, unless `order` is turned on")
 def test_crossed_groups_that_gloo_completes_unasked(rank):
     crossed(rank)
 
