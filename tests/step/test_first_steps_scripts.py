@@ -51,6 +51,6 @@ def run_page(page: str, folder: Path) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="contextlib.chdir is new in Python 3.11")
 def test_the_script_for_several_hosts_runs_and_saves(tmp_path: Path) -> None:
-    run_on_ranks(run_page, 2, "hosts.md", tmp_path, init=False)
+    run_on_ranks(run_page, 2, "first-steps.md", tmp_path, init=False)
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert saved["optimizer"]["state"][0]["exp_avg"].shape == saved["model"]["weight"].shape
