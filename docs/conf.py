@@ -9,7 +9,6 @@ import zeroshard
 import zeroshard_comm
 import zeroshard_core
 import zeroshard_testing
-from docutils import nodes
 from pygments.lexers.special import TextLexer
 from sphinx.util.logging import getLogger
 
@@ -37,6 +36,12 @@ pygments_style = "tango"  # the colours of a diff
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_title = f"zeroshard {release}"
+html_favicon = "_static/favicon.svg"
+html_theme_options = {
+    "source_repository": "https://github.com/zeroshard/zeroshard/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 # A copied command has no prompt, and no output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -90,15 +95,6 @@ def show_colons(_app: object, _what: str, _name: str, _value: object, _options: 
         lines += [f":ivar {name}:{several[2]}" for name in names] if several else [line]
 
 
-def shorten_diffs(app: Sphinx, doctree: nodes.document) -> None:
-    """Name the files of a diff relative to the clone, and not where this build found them."""
-    for block in doctree.findall(nodes.literal_block):
-        if block.get("language") == "udiff":
-            text = block.astext().replace(f"{app.srcdir}/", "docs/")
-            block.rawsource = text
-            block.children = [nodes.Text(text)]
-
-
 def check_public_names(_app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of each name in an ``__all__`` that no page documents."""
     documented = env.get_domain("py").objects
@@ -112,7 +108,6 @@ def setup(app: Sphinx) -> None:
     """Connect what this file defines."""
     # Pages show the source of diagrams, and hosts of code draw them.
     app.add_lexer("mermaid", TextLexer)
-    app.connect("doctree-read", shorten_diffs)
     app.connect("env-check-consistency", check_public_names)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)
     app.connect("autodoc-process-docstring", show_colons, priority=600)
