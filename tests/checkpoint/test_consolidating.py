@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Run], None]] = {
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(("first", "second"), itertools.pairwise([*CALLS, "add_param_group"]))
+@pytest.mark.parametrize(("first", "second"), [*itertools.pairwise([*CALLS, "add_param_group"])])
 def test_calls_that_differ_are_named(rank: int, first: str, second: str) -> None:
     run = Run()
     with pytest.raises(DisagreementError, match=rf"rank 0 called {first}\(.*rank 1 called {second}\("):
