@@ -51,7 +51,7 @@ BACKENDS = {
 EMULATED_WITH = {"2.11": f"=={OLDEST}", "2.13": "==2.13.0", "newest": ""}
 EMULATED_ON_EVERY_CHANGE = "2.13"
 # Programs import what lies beside them, and a name there may be one in tests/ too.
-BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools tools/quickstart"]
+BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
@@ -182,9 +182,9 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def quickstart(session: nox.Session) -> None:
-    """Train a language model on two ranks with its optimizer state sharded, in a minute; options go after ``--``."""
-    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
-    session.run("python", "tools/quickstart", *session.posargs)
+    """Train a small GPT on two ranks, plainly and sharded, and compare them, in a minute; options go after ``--``."""
+    _install_sources(session, PACKAGES["zeroshard-integrations"], "rich", for_tests=False)
+    session.run("python", "docs/examples/quickstart.py", *session.posargs)
 
 
 @nox.session
@@ -317,11 +317,13 @@ def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None
     session.install("--progress-bar=off", torch, silent=False)
 
 
-def _install_sources(session: nox.Session, packages: list[str], *needs: str, torch: str = f"torch=={TORCH}") -> None:
+def _install_sources(
+    session: nox.Session, packages: list[str], *needs: str, torch: str = f"torch=={TORCH}", for_tests: bool = True
+) -> None:
     """Install packages from source, siblings named together, and what their tests and the session need."""
     _install_torch(session, torch)
     session.log("installing what else is needed")
-    session.install("hatchling", "editables", *TEST_NEEDS, *needs)
+    session.install("hatchling", "editables", *(TEST_NEEDS if for_tests else []), *needs)
     session.log(f"installing {', '.join(packages)} from source")
     editable = [argument for package in packages for argument in ("-e", f"packages/{package}")]
     session.install("--no-build-isolation", *editable)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
-import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from byte_gpt import ByteGPT, Shape
-from corpus import Batches, read_corpus
 from support.example_scripts import script
 from support.training import assert_bitwise_equal, assert_same_state
 from torch import nn, optim
-from torch.utils.data import Dataset
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
@@ -27,7 +22,7 @@ STEPS = 10
 SEQUENCES = 4
 """Of each rank's batch."""
 
-SHAPE = Shape(context=32, width=64, layers=2, heads=2)
+SHAPE = {"context": 32, "width": 64, "layers": 2, "heads": 2}
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -77,9 +72,9 @@ def assert_unreadable(path: Path) -> None:
         torch.load(path)
 
 
-def new_model() -> ByteGPT:
+def new_model() -> nn.Module:
     """The same weights on every rank and in every run."""
-    return ByteGPT(SHAPE, seed=0)
+    return script("quickstart").GPT(**SHAPE)
 
 
 def adamw(model: nn.Module, is_sharded: bool) -> optim.Optimizer:
@@ -94,9 +89,9 @@ MUON_ROUNDING = {"whole": 0.0, "level": 1e-12}
 """How far training with Muon may be from plain training, by partition. A norm adds up parts in another order."""
 
 
-def muon_model(partition: str) -> ByteGPT:
+def muon_model(partition: str) -> nn.Module:
     """One whose embedding of positions ``"level"`` cuts; it is then in float64."""
-    model = ByteGPT(replace(SHAPE, context=1024), seed=0)
+    model = script("quickstart").GPT(**SHAPE | {"context": 1024})
     return model.double() if MUON_ROUNDING[partition] else model
 
 
@@ -162,18 +157,8 @@ def call_our_methods(wrapper: Any) -> None:
     wrapper.register_step_pre_hook(lambda *_: None).remove()
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of the standard library's sources: as many as all ranks see in ten steps."""
+class Windows(script("small_gpt").Windows):
+    """Windows of a text: as many as all ranks see in ten steps."""
 
-    def __len__(self) -> int:
-        return STEPS * SEQUENCES * dist.get_world_size()
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        inputs, targets = _batches().of(index, rank=0, world_size=1)
-        return {"inputs": inputs[0], "targets": targets[0]}
-
-
-@functools.cache
-def _batches() -> Batches:
-    text = read_corpus(Path(sysconfig.get_path("stdlib")), least=SHAPE.context + 1, limit=1 << 20)
-    return Batches(text, sequences=1, context=SHAPE.context, seed=0)
+    def __init__(self) -> None:
+        super().__init__(STEPS * SEQUENCES * dist.get_world_size())

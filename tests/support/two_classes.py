@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from byte_gpt import ByteGPT, Shape
+from support.example_scripts import script
 from support.training import set_gradients
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
@@ -19,15 +19,15 @@ def language_model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(40, 24), *layers, nn.Linear(24, 40))
 
 
-def small_gpt() -> ByteGPT:
+def small_gpt() -> nn.Module:
     """The quickstart's model in small. Its output head is its embedding."""
-    return ByteGPT(Shape(context=8, width=32, layers=2, heads=2), seed=0)
+    return script("quickstart").GPT(context=8, width=32, layers=2, heads=2)
 
 
 def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """Hidden matrices, embedding and output head, and the rest."""
     params = dict(model.named_parameters())
-    if isinstance(model, ByteGPT):
+    if "bytes.weight" in params:
         return list(model.blocks.parameters()), [params["bytes.weight"]], [params["positions.weight"]]
     outer = [params["0.weight"], params["4.weight"]]
     hidden = [param for param in params.values() if param.dim() == 2 and all(param is not each for each in outer)]
