@@ -24,8 +24,8 @@ def shown(what: str) -> str:
     """Return the fenced code that a comment names. A KeyError names a function that the file lacks."""
     old, _, new = what.partition(" to ")
     if new:
-        texts = [(DOCS / file).read_text(encoding="utf-8").splitlines() for file in (old, new)]
-        lines = [*difflib.unified_diff(*texts, n=2, lineterm="")][2:]
+        before, after = ((DOCS / file).read_text(encoding="utf-8").splitlines() for file in (old, new))
+        lines = [*difflib.unified_diff(before, after, n=2, lineterm="")][2:]
         return "```diff\n" + "\n".join(lines) + "\n```"
     if part := _LINES.fullmatch(what):
         lines = (DOCS / part["file"]).read_text(encoding="utf-8").splitlines()
