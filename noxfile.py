@@ -183,7 +183,7 @@ def wheels(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def quickstart(session: nox.Session) -> None:
     """Train a small GPT on two ranks, plainly and sharded, and compare them, in a minute; options go after ``--``."""
-    _install_sources(session, PACKAGES["zeroshard-integrations"], "rich", for_tests=False)
+    _install_sources(session, PACKAGES["zeroshard-integrations"], "numpy", "rich", for_tests=False)
     session.run("python", "docs/examples/quickstart.py", *session.posargs)
 
 
