@@ -91,7 +91,7 @@ def _deepspeed(work: Workload, *, stage: int) -> Trainer:
     # It asks for what its own launcher sets.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     model = work.build()
-    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     settings |= {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
     engine, *_ = importlib.import_module("deepspeed").initialize(
         model=model, optimizer=Adam(model.parameters(), **_adam(work)), config=settings, dist_init_required=False
