@@ -3,8 +3,6 @@
 The ranks of both checkouts live on this machine all the time, and take turns: while the ranks of one checkout work, the
 others wait for a line on standard input. So turns may be as short as a few steps, and drift of the machine cancels out.
 The time of a turn is the processor time of all threads of a rank, on the mean over the ranks.
-
-A rank imports this module and the packages of its checkout, which may be older.
 """
 
 from __future__ import annotations

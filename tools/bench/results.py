@@ -10,7 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 """A value for each column: text, a number, or a list of a median and both ends of its 95 % interval; or ``error``."""
-_FORMATS = {"ms": ".1f", "torch's ms": ".1f", "step ms": ".1f", "sent MB": ".1f", "link MB": ".1f", "apart": ".0e"}
+_FORMATS = {"ms": ".1f", "step ms": ".1f", "sent MB": ".1f", "link MB": ".1f", "apart": ".0e"}
 
 
 @dataclass(frozen=True)
