@@ -52,7 +52,8 @@ def _one_of(known: Collection[str]) -> Any:  # noqa: ANN401 - typer's
 Json = Annotated[Path | None, typer.Option("--json", help="write the figures to this file")]
 Rounds = Annotated[int, typer.Option(min=6, help="timed turns of each; fewer than 6 have no interval")]
 Ranks = Annotated[list[int], typer.Option(min=2, help="numbers of ranks")]
-NumberOfRanks = Annotated[int, typer.Option("--ranks", min=2, help="number of ranks")]
+NumberOfRanks = Annotated[int, typer.Option("--ranks", min=1, help="number of ranks")]
+Before = Annotated[Path, typer.Option(help="another checkout of the repository")]
 Model = Annotated[str, _one_of(MODELS)]
 Models = Annotated[list[str], _one_of(MODELS)]
 Layers = Annotated[int, typer.Option(min=1, help="of mlp")]
@@ -141,9 +142,6 @@ def _memory(
 def _collectives(ranks: Ranks = MANY, rounds: Rounds = 9, json_file: Json = None) -> None:
     """Count collectives of an iteration on the fake backend, and time the host, for shapes of real models."""
     _finish("collectives of an iteration, and host time", collectives.measure(ranks, rounds), json_file)
-
-
-Before = Annotated[Path, typer.Option(help="another checkout of the repository")]
 
 
 @app.command("two-checkouts")

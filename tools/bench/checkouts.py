@@ -3,8 +3,6 @@
 The ranks of both checkouts live on this machine all the time, and take turns: while the ranks of one checkout work, the
 others wait for a line on standard input. So turns may be as short as a few steps, and drift of the machine cancels out.
 The time of a turn is the processor time of all threads of a rank, on the mean over the ranks.
-
-A rank imports this module and the packages of its checkout, which may be older.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,10 +60,11 @@ def _ranks(folder: Path, ranks: int) -> Iterator[Callable[[str], float]]:
     path = os.pathsep.join(map(str, [*sorted(folder.glob("packages/*/src")), _TOOLS]))
     main = "import sys; from bench.checkouts import be_rank; be_rank(*sys.argv[1:])"
     with tempfile.TemporaryDirectory() as meeting, ExitStack() as stack:
-        settings = {"env": {**os.environ, "PYTHONPATH": path}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        settings = {"env": {**os.environ, "PYTHONPATH": path}, **pipes}
         commands = [[sys.executable, "-c", main, str(rank), str(ranks), meeting] for rank in range(ranks)]
         # In the end the standard input of each is closed, and its end awaited.
-        processes = [stack.enter_context(subprocess.Popen(command, text=True, **settings)) for command in commands]
+        processes = [stack.enter_context(subprocess.Popen(command, **settings)) for command in commands]
 
         def answers() -> list[str]:
             lines = [process.stdout.readline().strip() for process in processes if process.stdout is not None]

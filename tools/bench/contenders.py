@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 from zeroshard_integrations import ddp as hooks
-
-if TYPE_CHECKING:
-    from zeroshard_comm import Traffic
 
 LEARNING_RATE = 1e-4
 """Small enough that rounding does not grow into a difference."""
@@ -38,7 +35,7 @@ class Trainer:
     zero_grad: Callable[[], object]
     backward: Callable[[torch.Tensor], object]
     step: Callable[[], object]
-    traffic: Traffic | None = None
+    traffic: Any = None
 
     def iterate(self, batch: Batch) -> None:
         """Train on one batch. Collective."""
@@ -91,7 +88,7 @@ def _deepspeed(work: Workload, *, stage: int) -> Trainer:
     # It asks for what its own launcher sets.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     model = work.build()
-    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     settings |= {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
     engine, *_ = importlib.import_module("deepspeed").initialize(
         model=model, optimizer=Adam(model.parameters(), **_adam(work)), config=settings, dist_init_required=False
@@ -135,7 +132,7 @@ def _wrapped(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _trainer(model: nn.Module, forward: Loss, optimizer: Any, traffic: Traffic | None = None) -> Trainer:  # noqa: ANN401 - of other packages too
+def _trainer(model: nn.Module, forward: Loss, optimizer: Any, traffic: Any = None) -> Trainer:  # noqa: ANN401 - of any package
     return Trainer(model, forward, optimizer.zero_grad, torch.Tensor.backward, optimizer.step, traffic)
 
 

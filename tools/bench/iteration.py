@@ -156,4 +156,4 @@ def _difference(one: Trainer, reference: Trainer) -> float:
     # A comparison with what is no number must not pass for a small one.
     relative = (apart / norm).sqrt().nan_to_num(nan=torch.inf)
     dist.all_reduce(relative, op=dist.ReduceOp.MAX)
-    return relative.item()
+    return float(relative)

@@ -10,7 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 """A value for each column: text, a number, or a list of a median and both ends of its 95 % interval; or ``error``."""
-_FORMATS = {"ms": ".1f", "torch's ms": ".1f", "step ms": ".1f", "sent MB": ".1f", "link MB": ".1f", "apart": ".0e"}
+_FORMATS = {"ms": ".1f", "step ms": ".1f", "sent MB": ".1f", "link MB": ".1f", "apart": ".0e"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Result:
     def table(self) -> str:
         """Return the rows as a table in Markdown, without empty columns, and a line for each that has no figures."""
         shown = [row for row in self.rows if "error" not in row]
-        columns = list(dict.fromkeys(name for row in shown for name, value in row.items() if value is not None))
+        known = dict.fromkeys(name for row in shown for name in row)
+        columns = [name for name in known if any(row.get(name) is not None for row in shown)]
         cells = [columns, *([_cell(name, row.get(name)) for name in columns] for row in shown)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         texts = [any(isinstance(row.get(name), str) for row in shown) for name in columns]

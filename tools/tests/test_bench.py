@@ -99,7 +99,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch, arguments, why):
         (["iteration", "--model", "tiny", "--rounds", "6"], {*program.TRAINED}),
         (["memory", "--model", "tiny", "--ranks", "2", "--contender", "sharded-split"], {"sharded-split"}),
         (["norms", "--model", "tiny", "--ranks", "2", "--rounds", "6"], {*program.NORMS}),
-        (["two-checkouts", "--before", str(ROOT), "--rounds", "6"], {*program.checkouts.NAMES}),
+        (["two-checkouts", "--before", str(ROOT), "--ranks", "1", "--rounds", "6"], {*program.checkouts.NAMES}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
