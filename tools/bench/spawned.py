@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,6 +53,5 @@ def _as_rank(
     if rank == 0:
         (Path(folder) / "report.json").write_text(json.dumps(report), encoding="utf-8")
     dist.barrier()
-    sys.stdout.flush()
     # FSDP2's processes sometimes abort when torch frees its threads.
     os._exit(0)
