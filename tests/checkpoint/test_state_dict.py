@@ -7,6 +7,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -92,15 +93,15 @@ def as_contiguous(value: Any) -> Any:
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "arithmetic": lambda value: value + 1,
-    "sum": torch.Tensor.sum,
-    "tolist": torch.Tensor.tolist,
-    "numpy": torch.Tensor.numpy,
+    "sum": methodcaller("sum"),
+    "tolist": methodcaller("tolist"),
+    "numpy": methodcaller("numpy"),
     "equal": lambda value: torch.equal(value, value.clone()),
     "view": lambda value: value.view(-1),
     "copy_": lambda value: torch.empty(value.shape).copy_(value),
-    "untyped_storage": torch.Tensor.untyped_storage,
+    "untyped_storage": methodcaller("untyped_storage"),
     "dlpack": torch.from_dlpack,
-    "share_memory_": torch.Tensor.share_memory_,
+    "share_memory_": methodcaller("share_memory_"),
     "foreach": lambda value: torch._foreach_norm([value]),
 }
 
