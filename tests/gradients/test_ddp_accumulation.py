@@ -175,20 +175,6 @@ def test_gradients_that_were_never_reduced_are_not_stepped(hook: str) -> None:
         twins.optimizer.step()
 
 
-@pytest.mark.ranks(3, backend="gloo")
-def test_gradients_that_one_rank_alone_adds_are_told_to_all(rank: int) -> None:
-    twins, *_ = reduced()
-
-    def step() -> None:
-        if rank == 1:
-            with twins.ddp.no_sync():
-                twins.backward(twins.ddp, 3)
-        twins.optimizer.step()
-
-    with pytest.raises(RuntimeError, match="has not been reduced"):
-        step()
-
-
 @pytest.mark.ranks(2, backend="gloo")
 def test_local_gradients_are_not_stepped_before_the_first_reduction() -> None:
     ddp = DistributedDataParallel(small_model())

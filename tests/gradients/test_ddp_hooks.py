@@ -192,7 +192,7 @@ def test_a_model_is_converted_between_steps(twins_by: type[Twins], hook: str) ->
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@each_hook_with("when", "before the forward", "before the backward", "after the backward")
+@each_hook_with("when", "after the backward", "before the forward", "before the backward")
 def test_data_that_is_rebound_is_copied_back_into_flat_buffers(hook: str, when: str) -> None:
     twins = Twins(hook, parameters_as_bucket_view=True)
     train(twins, last=2)
