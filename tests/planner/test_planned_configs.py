@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     "DDP": "DDP",
     "torch ZeRO": "torch's `ZeroRedundancyOptimizer`",
-    "level": "zeroshard in DDP",
-    "level+grads": "zeroshard, gradients sharded",
+    "split": "zeroshard in DDP",
+    "split+grads": "zeroshard, gradients sharded",
     "FSDP2": "FSDP2, for comparison",
 }
 """Rows of the command, and of the page of comparisons. The README leaves the second out."""
@@ -131,7 +131,7 @@ def test_the_page_shows_what_its_commands_print(arguments: str, output: str) -> 
 def test_pages_have_what_the_command_computes_for_seven_billion_parameters(page: str) -> None:
     model = read_model(str(ROOT / "docs" / "examples" / "configs" / "llama-2-7b"))
     settings = {"dtype": None, "grad_dtype": None, "master_weights": False, "backend": "nccl"}
-    rows = {row.name: row for row in compare(planner_of(model, "AdamW", **settings), "AdamW", 8, ("level",), hook=True)}
+    rows = {row.name: row for row in compare(planner_of(model, "AdamW", **settings), "AdamW", 8, ("split",), hook=True)}
     table = re.findall(r"^\|(.*?)\|(.*)\|$", (ROOT / page).read_text("utf-8"), re.MULTILINE)
     shown = {name.strip(): [cell.strip(" *") for cell in cells.split("|")] for name, cells in table}
     assert {*NAMES.values()} - {*shown} == ({NAMES["torch ZeRO"]} if page == "README.md" else set())
