@@ -3,11 +3,12 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import copy
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_training import STEPPING_HOOKS, Twins, each_hook_with, register
+from support.ddp_training import HOOKS, STEPPING_HOOKS, Twins, each_hook_with, register
 from support.groups import group_of
 from support.training import EVERYWHERE, small_model
 from torch import nn, optim
@@ -152,14 +153,9 @@ TOO_LATE: dict[str, Callable[[Twins], object]] = {
 
 @pytest.mark.exhaustive_at(1)
 @pytest.mark.ranks(1, 2, backend="gloo")
-@pytest.mark.parametrize(
-    ("hook", "iterations"),
-    [("hook_with_zero_step", 0), ("hook_with_zero_step_interleaved", 2)],
-    ids=["at first", "later"],
-)
-@pytest.mark.parametrize("what", TOO_LATE)
+@pytest.mark.parametrize(("what", "hook", "iterations"), [*zip(TOO_LATE, cycle(HOOKS[1:]), cycle((0, 2)))])
 def test_what_comes_between_a_backward_that_has_stepped_and_its_step_is_refused(
-    hook: str, iterations: int, what: str
+    what: str, hook: str, iterations: int
 ) -> None:
     twins = Twins(hook, process_group=group_of())
     for number in range(iterations):
