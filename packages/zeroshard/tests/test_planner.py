@@ -43,6 +43,12 @@ def groups():
     rest = (named for named in model[2].named_parameters())
     return [{"params": hidden, "optimizer_class": torch.optim.Muon}, {"params": rest, "lr": 0.1}]
 
+def two_classes():
+    model = make_model()
+    weights, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
+    groups = {torch.optim.Muon: weights, torch.optim.SGD: rest}
+    return [{"params": params, "optimizer_class": cls} for cls, params in groups.items()]
+
 def only_sgd():
     return [{"params": [p], "optimizer_class": torch.optim.SGD} for p in make_model().parameters()]
 
@@ -145,25 +151,29 @@ def test_the_verdict_says_what_fits_and_the_call_is_to_be_pasted(command: Comman
     assert re.search(r"Fits: FSDP2, whole.grads, .*\. Does not fit: .*DDP", told)
     assert (
         "optimizer = ZeroRedundancyOptimizer(\n"
-        "    model.named_parameters(), torch.optim.AdamW, lr=0.001, partition='whole')\n"
+        "    model.named_parameters(), torch.optim.AdamW,\n"
+        "    lr=0.001, partition='whole')\n"
         "sharding = shard_gradients(model, optimizer)  # in place of DDP\n"
     ) in shown
     status, shown, _ = command("train:large", "--memory", "2.1GB", "--require-fit")
     assert status == 1
     assert re.search(r"Does not fit: .*whole.grads", " ".join(shown.split()))
     assert "Use FSDP2" in shown
-    assert "Nothing fits: FSDP2 takes" in command("train:large", "--memory", "8MB")[1]
+    shown = command("train:large", "--memory", "8MB")[1]
+    assert "Nothing fits: FSDP2 takes" in shown
+    assert "Use more ranks, or a smaller dtype." in shown
 
 
 def test_several_classes_and_a_hook_are_in_the_call(command: Command) -> None:
     _, shown, _ = command("train:make_model", "-o", "Muon(lr=0.02):matrices+AdamW:rest", "--master-weights")
     assert (
         "groups = [\n"
-        '    {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02},\n'
-        '    {"params": rest, "optimizer_class": torch.optim.AdamW},\n'
+        '    {"params": matrices,\n     "optimizer_class": torch.optim.Muon, "lr": 0.02},\n'
+        '    {"params": rest,\n     "optimizer_class": torch.optim.AdamW},\n'
         "]\n"
         "optimizer = ZeroRedundancyOptimizer(\n"
-        "    groups, torch.optim.AdamW, partition='whole', master_weights=True)\n"
+        "    groups, torch.optim.AdamW,\n"
+        "    partition='whole', master_weights=True)\n"
         "register_reduce_to_owner(ddp, optimizer)  # a hook of DDP\n"
     ) in shown
 
@@ -172,6 +182,9 @@ def test_groups_that_all_have_a_class_are_planned_with_it(command: Command) -> N
     told = json.loads(command("train:only_sgd", "--json")[1])
     assert [*told["advice"]] == ["SGD"]
     assert told["rows"][0]["per_rank"][0]["state"] == 0
+    shown = command("train:two_classes")[1]
+    assert "No -o was given" not in shown
+    assert "groups = two_classes()\noptimizer = ZeroRedundancyOptimizer(\n    groups, " in shown
 
 
 def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Command) -> None:
@@ -301,8 +314,8 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
         (["train:make_model", "-o", "SparseAdam"], "the state of SparseAdam could not be measured"),
         (["train:make_model", "-o", "Muon:matrices+AdamW", "--partition", "split"], "not known to be elementwise"),
         (["x" * 5000], "is no file, folder or module:function"),
-        (["train:raises"], "train.py:59: RuntimeError: no such layer"),
-        (["train:reads_values"], "train.py:56: .*--real builds it on the CPU"),
+        (["train:raises"], "train.py:65: RuntimeError: no such layer"),
+        (["train:reads_values"], "train.py:62: .*--real builds it on the CPU"),
         (["train:number"], "train:number returns int, no model or param groups"),
         (["no.safetensors"], "no.safetensors does not exist: name a file, or the folder"),
         (["script:make"], r"script.py:1: NameError: .*should stand below if __name__ == .__main__.:"),
@@ -311,7 +324,7 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
         (["train:make_model", "-o", "Adm"], "'Adm': torch.optim has no optimizer 'Adm'; did you mean Adam?"),
         (
             ["train:make_model", "-o", "Muon"],
-            r"'Muon': Muon only supports 2D parameters.*; write -o 'Muon:matrices\+AdamW:rest'",
+            r"'Muon': Muon only supports 2D parameters.*; Muon takes matrices alone: -o 'Muon:matrices\+AdamW:rest'",
         ),
         (["train:make_model", "-o", "SGD:*.gain+AdamW"], "SGD:.*gain matches no parameter"),
         (["train:make_model", "-o", "AdamW(betas=2)"], "'AdamW.betas=2.'"),
@@ -426,7 +439,7 @@ def test_the_advised_row_fits_and_none_with_a_lower_peak_is_left_out(
 
 def test_the_plain_optimizer_is_advised_where_sharding_saves_nothing(command: Command) -> None:
     for arguments, why in (
-        (("train:make_model", "-o", "SGD", "--backend", "gloo"), "no partition takes less than DDP"),
+        (("train:make_model", "-o", "SGD", "--backend", "gloo"), "none of these partitions takes less than DDP"),
         (("train:large", "--ranks", "1"), "on one rank there is nothing to shard"),
     ):
         assert f"Use the plain optimizer: {why}." in command(*arguments)[1]

@@ -193,7 +193,7 @@ class Planner:
     ) -> list[int]:
         """Return for each rank what a backward holds at its peak beyond all gradients that the rank owns."""
         owned, peaks = [0] * plan.world_size, [0] * plan.world_size
-        arriving, arrived, sent = iter(order), 0, 0
+        arriving, seen, arrived, sent = iter(order), set[int](), 0, 0
         in_flight, free = deque[tuple[int, int, bool]](), list[int]()
 
         def nbytes_of(index: int) -> int:
@@ -206,10 +206,9 @@ class Planner:
         for bucket, row in zip(buckets, rows, strict=True):
             gradients, is_packed = sum(map(nbytes_of, bucket)), len(bucket) > 1
             # Gradients of buckets that are not complete yet wait beside it.
-            for index in arriving:
+            while bucket[-1] not in seen:
+                seen.add(index := next(arriving))
                 arrived += nbytes_of(index)
-                if index == bucket[-1]:
-                    break
             sent += gradients
             # Autograd has made the gradients when the earliest bucket in flight has to leave.
             raise_peaks(gradients)

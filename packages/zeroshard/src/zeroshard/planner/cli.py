@@ -64,7 +64,7 @@ def plan(
     trust_remote_code: Annotated[bool, Told("--trust-remote-code", help="Run code that a config names.")] = False,
     picture: Annotated[Path | None, Told(help="Draw the comparison to this file.")] = None,
     json_output: Annotated[bool, Told("--json", help="Print JSON. Sizes are in bytes.")] = False,
-    require_fit: Annotated[bool, Told("--require-fit", help="Exit with 1 if no partition fits.")] = False,
+    require_fit: Annotated[bool, Told("--require-fit", help="Exit with 1 if none of these partitions fits.")] = False,
 ) -> None:
     """Say what training takes on each rank: memory, optimizer state and bytes sent, from the shapes of a model."""
     try:
@@ -90,13 +90,19 @@ def plan(
         sys.stdout.writelines(f"{name}\n" for name in sorted(found.matrices))
         return
     with redirect_stdout(sys.stderr):
-        planners = {text: planner_of(found, text, **settings) for text in optimizer or [found.classes or "AdamW"]}
+        planners = {text: planner_of(found, text, **settings) for text in optimizer or [found.one_class or "AdamW"]}
         rows, advice = list[Row](), dict[str, dict[str, str]]()
         for text, planner in planners.items():
             own = [row for count in counts for row in compare(planner, text, count, partitions, hook=hook)]
             largest = [row for row in own if row.count == max(counts)]
-            has_groups = found.groups is not None
-            call = call_of(advised(largest, device), hook=hook, master_weights=master_weights, has_groups=has_groups)
+            call = call_of(
+                advised(largest, device),
+                device,
+                hook=hook,
+                master_weights=master_weights,
+                dtype=dtype,
+                groups=f"{model.partition(':')[2]}()" if found.groups is not None else None,
+            )
             advice[text] = {"verdict": verdict(largest, device, memory), "call": call}
             rows += own
     if all(row.plan is None for row in rows):
@@ -109,7 +115,7 @@ def plan(
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
         _print(told, found, rows)
-        sys.stdout.write("" if optimizer or found.classes else "No -o was given: AdamW.\n")
+        sys.stdout.write("" if optimizer or found.has_classes else "No -o was given: AdamW.\n")
     if require_fit and device is not None and all(row.peak > device for row in rows if row.plan is not None):
         raise typer.Exit(1)
 

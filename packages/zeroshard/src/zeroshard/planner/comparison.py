@@ -116,7 +116,7 @@ def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: 
         _ = planner.plain
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a class may raise any exception
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        cure = f"; write -o '{optimizers}:{MATRICES}+AdamW:{REST}'" if "only supports 2D" in str(error) else ""
+        cure = f"; Muon takes matrices alone: -o 'Muon:{MATRICES}+AdamW:{REST}'" if "supports 2D" in str(error) else ""
         raise InputError(f"-o {optimizers!r}: {what}{' '.join(str(error).split())}{cure}") from None
     return planner
 
@@ -150,33 +150,47 @@ def verdict(rows: Sequence[Row], memory: int | None, written: str) -> str:
     return f"{ranks} of {written}: {told}"
 
 
-def call_of(row: Row, *, hook: bool, master_weights: bool, has_groups: bool) -> str:
-    """Return the lines of a script that build what a row describes."""
+def call_of(
+    row: Row, memory: int | None, *, hook: bool, master_weights: bool, dtype: str | None, groups: str | None
+) -> str:
+    """Return the lines of a script that build what an advised row describes; ``groups`` is a call that makes them."""
     if row.partition == FSDP2:
-        return "Use FSDP2, torch.distributed.fsdp.fully_shard(), which shards parameters too."
+        if memory is not None and (row.peak > memory or row.count == 1):
+            return "Use more ranks, or a smaller dtype."
+        return "None of these partitions fits. Use FSDP2, torch.distributed.fsdp.fully_shard()."
     if row.partition == DDP:
-        why = "on one rank there is nothing to shard" if row.count == 1 else "no partition takes less than DDP"
+        why = (
+            "on one rank there is nothing to shard"
+            if row.count == 1
+            else "none of these partitions takes less than DDP"
+        )
         return f"Use the plain optimizer: {why}."
     choices = parse(row.optimizers)
-    name, arguments = _class_of(choices[-1]), dict(choices[-1].arguments)
-    lines, params = list[str](), "groups" if has_groups or len(choices) > 1 else "model.named_parameters()"
-    if len(choices) > 1 and not has_groups:
-        lines += ["groups = ["]
+    arguments: dict[str, Any] = {} if len(choices) > 1 else dict(choices[0].arguments)
+    lines = [f"model = model.to(torch.{dtype})"] if dtype else []
+    if groups is not None:
+        lines += [f"groups = {groups}"]
+    elif len(choices) > 1:
+        lines += ["# matrices: what --show lists; rest: all others", "groups = ["]
         for choice in choices:
             own = "".join(f', "{key}": {value!r}' for key, value in choice.arguments)
-            taken = choice.pattern if choice.pattern.isidentifier() else f"<{choice.pattern}>"
-            lines += [f'    {{"params": {taken}, "optimizer_class": {_class_of(choice)}{own}}},']
+            lines += [f'    {{"params": {_params_of(choice)},', f'     "optimizer_class": {_class_of(choice)}{own}}},']
         lines += ["]"]
-    if len(choices) > 1:
-        arguments = {}
     arguments |= {"partition": row.partition, **({"master_weights": True} if master_weights else {})}
-    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    lines += [f"optimizer = ZeroRedundancyOptimizer(\n    {params}, {name}, {given})"]
+    params = "model.named_parameters()" if groups is None and len(choices) == 1 else "groups"
+    lines += [f"optimizer = ZeroRedundancyOptimizer(\n    {params}, {_class_of(choices[-1])},"]
+    lines += ["    " + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")"]
     if row.sharded:
         lines += ["sharding = shard_gradients(model, optimizer)  # in place of DDP"]
     elif hook:
         lines += ["register_reduce_to_owner(ddp, optimizer)  # a hook of DDP"]
     return "\n".join(lines)
+
+
+def _params_of(choice: Choice) -> str:
+    if choice.pattern.isidentifier():
+        return choice.pattern
+    return f"[p for name, p in model.named_parameters() if fnmatch(name, {choice.pattern!r})]"
 
 
 def _class_of(choice: Choice) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,14 +42,18 @@ class Model:
     notes: tuple[str, ...] = ()
 
     @property
-    def classes(self) -> str | None:
-        """The names of the classes of the param groups, as for ``-o``; None if a group has no class of its own."""
-        own = [group.get("optimizer_class") for group in self.groups or [{}]]
-        classes = {cls: cls.__module__.startswith("torch.optim.") for cls in own if isinstance(cls, type)}
-        named = [
-            cls.__name__ if is_torchs else f"{cls.__module__}.{cls.__name__}" for cls, is_torchs in classes.items()
-        ]
-        return "+".join(named) if all(isinstance(cls, type) for cls in own) else None
+    def one_class(self) -> str | None:
+        """The class that all param groups name, as for ``-o``; None if groups name several, or one names none."""
+        own = {group.get("optimizer_class") for group in self.groups or [{}]}
+        cls: Any = own.pop()
+        if own or not isinstance(cls, type) or getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls:
+            return None
+        return cls.__name__ if f"{cls.__module__}.".startswith("torch.optim.") else f"{cls.__module__}.{cls.__name__}"
+
+    @property
+    def has_classes(self) -> bool:
+        """True if each param group names its class."""
+        return self.groups is not None and all("optimizer_class" in group for group in self.groups)
 
 
 def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
@@ -77,8 +82,8 @@ def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
         return _of_config(path, trust_remote_code=trust_remote_code)
     if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", text):
         return _of_function(text, real=real)
-    if path.suffix in (".json", ".safetensors"):
-        raise InputError(f"{text} does not exist: name a file, or the folder of config.json or model.safetensors")
+    if path.suffix in (".json", ".safetensors") or text.startswith((".", "/")):
+        raise InputError(f"{text} does not exist: name a file, or the folder of a config.json or a model.safetensors")
     raise InputError(
         f"{text!r} is no file, folder or module:function. For a model on the Hugging Face hub, download its config "
         f"first: hf download {text} config.json --local-dir {path.name or 'model'}"

@@ -35,7 +35,11 @@ def table(rows: Iterable[Row], memory: int | None) -> str:
         for row in sorted(own, key=by_peak):
             cells = ["refused"]
             if row.ranks:
-                sizes = [max(rank.state for rank in row.ranks), max(row.sent), *([memory - row.peak] if memory else [])]
+                sizes = [
+                    max(rank.state for rank in row.ranks),
+                    max(row.sent),
+                    *([memory - row.peak] if memory is not None else []),
+                ]
                 cells = [format_bytes(row.peak), f"{row.peak / base - 1:+.0%}", *map(format_bytes, sizes)]
             lines.append([str(count), row.name + "*" * row.is_arithmetic, *cells])
         lines.append([])
