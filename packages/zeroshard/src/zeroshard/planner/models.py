@@ -45,10 +45,13 @@ class Model:
     def one_class(self) -> str | None:
         """The class that all param groups name, as for ``-o``; None if groups name several, or one names none."""
         own = {group.get("optimizer_class") for group in self.groups or [{}]}
-        cls: Any = own.pop()
-        if own or not isinstance(cls, type) or getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls:
+        classes = [cls for cls in own if isinstance(cls, type)]
+        if len(own) != 1 or not classes:
             return None
-        return cls.__name__ if f"{cls.__module__}.".startswith("torch.optim.") else f"{cls.__module__}.{cls.__name__}"
+        name, module = classes[0].__name__, classes[0].__module__
+        if getattr(sys.modules[module], name, None) is not classes[0]:
+            return None
+        return name if f"{module}.".startswith("torch.optim.") else f"{module}.{name}"
 
     @property
     def has_classes(self) -> bool:
