@@ -34,7 +34,7 @@ class HeldBucket(OwnedGradients):
     ) -> None:
         *offsets, length = accumulate(map(torch.Tensor.numel, params), initial=0)
         super().__init__(index, tensors, params, offsets, length)
-        self.dtype = params[0].dtype
+        self.dtype, self.is_cut = params[0].dtype, any(map(plan.is_cut, tensors))
         self.reducer = transport.reducer(runs_of(plan, self.tensors, self.offsets), params[0].new_empty(0))
         self._held = held
         self._is_plain = all(param.is_contiguous() for param in params)

@@ -184,7 +184,7 @@ class ShardedGradients(GradSource):
             if not self.transport.uses_thread:
                 # By reads, the memory of a bucket is free when all ranks have finished the next one.
                 self._queue.finish(0 if self.transport.is_read_by_peers else IN_FLIGHT - 1)
-            self._transient.enter()
+            self._transient.enter(is_cut=bucket.is_cut)
             with record_function(f"zeroshard::send bucket {bucket.index}"):
                 buffer, memory = bucket.pack(values, self._transient)
                 values.clear()

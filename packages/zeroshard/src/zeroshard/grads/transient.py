@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import torch
 
@@ -15,22 +16,28 @@ class TransientBuffers:
 
     The thread that runs backward calls :meth:`enter`, then :meth:`lend` unless a bucket has memory of its own; the
     thread that finishes reductions calls :meth:`leave` for each :meth:`enter`, when the bucket is no longer read.
-    If that is no other thread, nothing ``waits``, and the caller leaves before it enters too often.
+    If that is no other thread, nothing ``waits``, and the caller leaves before it enters too often. A bucket
+    with a cut tensor takes all places: it is sent in both directions at once, and a second one would save no time.
     """
 
     def __init__(self, device: torch.device, *, waits: bool) -> None:
         self._device = device
         self._room = threading.Semaphore(IN_FLIGHT) if waits else None
+        self._taken = deque[int]()
+        """The places of each bucket in flight, in order."""
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
         self._read: torch.Event | None = None
         accelerator = torch.accelerator.current_accelerator()
         self._has_streams = accelerator is not None and accelerator.type == device.type
 
-    def enter(self) -> None:
+    def enter(self, *, is_cut: bool) -> None:
         """Wait for room; on an accelerator, order the current stream after the last use of memory that is free."""
         if self._room is not None:
-            self._room.acquire()
+            places = IN_FLIGHT if is_cut else 1
+            for _ in range(places):
+                self._room.acquire()
+            self._taken.append(places)
         if self._read is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._read)
 
@@ -52,7 +59,7 @@ class TransientBuffers:
             with self._lock:
                 self._free.append(memory)
         if self._room is not None:
-            self._room.release()
+            self._room.release(self._taken.popleft() if self._taken else IN_FLIGHT)
 
     def clear(self) -> None:
         """Free all memory, at the end of a backward."""
