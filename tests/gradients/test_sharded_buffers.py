@@ -99,7 +99,7 @@ def test_the_contract_is_kept(name: str, bucket_mb: float, partition: str, monke
         for number in range(ITERATIONS):
             training.iterate(number)
     assert contract.broken == set()
-    assert contract.most == IN_FLIGHT
+    assert contract.most == (1 if (name, partition) == ("messages", "split") else IN_FLIGHT)
     assert error_of(training) < 1e-12
 
 
@@ -250,7 +250,8 @@ def test_an_error_that_breaks_the_contract_is_found(name: str, error: Planted, m
         with monkeypatch.context() as planted:
             error.plant(planted)
             contract = Contract(planted)
-            training = Training(CPU, error.bucket_mb)
+            # A thread has one bucket of cut tensors in flight, and two of whole ones.
+            training = Training(CPU, error.bucket_mb, "whole" if name == "messages" else "split")
             with contextlib.suppress(Exception):
                 training.backward(0)
         training.sharding._source._queue.drain()

@@ -33,7 +33,7 @@ def test_memory_in_use_keeps_its_values(buckets: list[tuple[int | None, torch.dt
             assert bucket is None or bool((bucket == value).all())
             buffers.leave(memory)
             del memory, bucket
-        buffers.enter()
+        buffers.enter(is_cut=False)
         memory = bucket = None
         if numel is not None:
             memory, bucket = buffers.lend(numel, dtype)
@@ -71,10 +71,10 @@ def test_memory_is_lent_again_and_grows() -> None:
 def test_a_third_bucket_waits_until_one_has_left() -> None:
     buffers, entered = TransientBuffers(CPU, waits=True), threading.Event()
     for _ in range(IN_FLIGHT):
-        buffers.enter()
+        buffers.enter(is_cut=False)
 
     def enter() -> None:
-        buffers.enter()
+        buffers.enter(is_cut=False)
         entered.set()
 
     third = threading.Thread(target=enter, daemon=True)
@@ -85,6 +85,26 @@ def test_a_third_bucket_waits_until_one_has_left() -> None:
     third.join()
 
 
+def test_a_bucket_of_cut_tensors_is_alone() -> None:
+    buffers, entered = TransientBuffers(CPU, waits=True), threading.Event()
+    buffers.enter(is_cut=False)
+
+    def enter() -> None:
+        buffers.enter(is_cut=True)
+        entered.set()
+
+    cut = threading.Thread(target=enter, daemon=True)
+    cut.start()
+    assert not entered.wait(0.1)
+    buffers.leave(None)
+    assert entered.wait(10)
+    cut.join()
+    buffers.leave(None)
+    # All places are free again.
+    for _ in range(IN_FLIGHT):
+        buffers.enter(is_cut=False)
+
+
 @pytest.mark.parametrize("is_lent", [True, False])
 def test_on_an_accelerator_the_next_bucket_is_packed_after_the_last_one_was_read(
     is_lent: bool, monkeypatch: pytest.MonkeyPatch
@@ -93,11 +113,11 @@ def test_on_an_accelerator_the_next_bucket_is_packed_after_the_last_one_was_read
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CPU)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
     buffers = TransientBuffers(CPU, waits=False)
-    buffers.enter()
+    buffers.enter(is_cut=False)
     assert not stream.mock_calls
     buffers.leave(buffers.lend(1, torch.float32)[0] if is_lent else None)
-    buffers.enter()
+    buffers.enter(is_cut=False)
     assert stream.mock_calls == [mock.call.record_event(), mock.call.wait_event(stream.record_event.return_value)]
     buffers.clear()
-    buffers.enter()
+    buffers.enter(is_cut=False)
     assert len(stream.mock_calls) == 2
