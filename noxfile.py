@@ -222,8 +222,7 @@ def frameworks(session: nox.Session) -> None:
     _install_sources(session, list(PACKAGES), *FRAMEWORKS)
     load = ["-p", "torch._dynamo.compiled_autograd"]
     _pytest(session, *load, "tests/frameworks", *session.posargs)
-    # Frameworks are tried with every two values together, and a plain loop with all.
-    _pytest(session, *load, "tests/frameworks/test_plain_loop.py", "-m", "exhaustive", *session.posargs)
+    _pytest(session, *load, "tests/frameworks", "-m", "exhaustive", *session.posargs)
 
 
 @nox.session(tags=["nightly"])
@@ -259,12 +258,13 @@ def torch_suite(session: nox.Session) -> None:
     ],
 )
 def emulated(session: nox.Session, torch: str) -> None:
-    """Tests of the emulated accelerator and of the hooks on it, compiled against one version of torch."""
+    """Tests of the emulated accelerator, its corpus and the hooks on it, compiled against one version of torch."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
     own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
-    hooks = [f"tests/emulated/test_{name}.py" for name in ("emulated_smoke", "emulated_edges", "ddp_on_accelerators")]
+    names = ("emulated_smoke", "emulated_edges", "emulated_corpus", "ddp_on_accelerators")
+    across = [f"tests/emulated/test_{name}.py" for name in names]
     everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
-    _pytest(session, *own, *hooks, *everything, *session.posargs)
+    _pytest(session, *own, *across, *everything, *session.posargs)
 
 
 @nox.session(name="emulated-checks", tags=["nightly"])

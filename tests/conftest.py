@@ -45,7 +45,8 @@ EMULATED_BY_DEFAULT = "test_emulated_smoke.py"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as exhaustive what ``by_default`` and ``exhaustive_at`` leave out, and what repeats on the emulated device.
 
-    On a GPU nothing is left out: the tests on CPUs are those that must be quick.
+    On NCCL all cases run that ``by_default`` leaves out elsewhere: the tests on CPUs are those that must be quick. What
+    ``each_of`` and ``exhaustive_at`` leave out is exhaustive on a GPU too.
     """
     unknown = {(item.path, item.originalname): listed(item) for item in items if isinstance(item, pytest.Function)}
     for item in items:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WORLD_SIZES = (2, 4)
+_LIMIT = 3600.0
 # Without the call in setUp PyTorch's class starts no rank, and all tests pass.
 MODULES = {
     "as_pytorch": """\
@@ -65,7 +66,14 @@ def run(folder: Path, module: str, world_size: int, methods: Sequence[str] = ())
     }
     command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *tests]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, errors="replace", check=False
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT,
+        check=False,
     )
     # pytest has just written it.
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.combinations import FLAG
+from support.combinations import FLAG, each_of
 from support.master_weights import PlainMasters
 from support.training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting
 from torch import nn, optim
@@ -90,20 +90,11 @@ class Training:
         self.steps += 1
 
 
-@pytest.mark.parametrize(
-    ("caller", "averager", "partition", "views", "masters"),
-    [
-        ("wrapper", "periodic", "whole", "apart", "no masters"),
-        ("parameters", "periodic", "split", "views", "masters"),
-        ("groups", "hierarchical", "split", "apart", "no masters"),
-        ("wrapper", "hierarchical", "whole", "views", "masters"),
-        ("parameters", "hierarchical", "split", "views", "no masters"),
-        ("groups", "periodic", "whole", "apart", "masters"),
-    ],
-)
-def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: str, masters: str) -> None:
-    zero = {"parameters_as_bucket_view": views == "views", "partition": cutting(partition)}
-    sharded, plain = (Training(settings, averager, caller, masters=masters == "masters") for settings in (zero, None))
+@pytest.mark.parametrize("averager", AVERAGERS)
+@each_of("caller", ["wrapper", "parameters", "groups"], partition=["whole", "split"], views=FLAG, masters=FLAG)
+def test_equals_the_plain_optimizer(averager: str, caller: str, partition: str, views: bool, masters: bool) -> None:
+    zero = {"parameters_as_bucket_view": views, "partition": cutting(partition)}
+    sharded, plain = (Training(settings, averager, caller, masters=masters) for settings in (zero, None))
     for step in range(8):
         sharded.step()
         plain.step()

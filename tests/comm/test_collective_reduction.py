@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import each_of
 from support.reduction import mean, values_of
 from zeroshard_comm import (
     CollectiveReducer,
@@ -22,19 +23,12 @@ from zeroshard_comm import (
 from zeroshard_core import Run
 
 CPU = torch.device("cpu")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.exhaustive_at(1, 3)
 @pytest.mark.ranks(1, 2, 3, backend="gloo")
-@pytest.mark.parametrize(
-    ("cut", "dtype", "staging"),
-    [
-        ("none", torch.float64, 10_000),
-        ("some", torch.float32, collectives.STAGING_BYTES),
-        ("evenly", torch.bfloat16, 10_000),
-    ],
-    ids=["whole", "some cut", "evenly cut"],
-)
+@each_of("cut", ["none", "some", "evenly"], dtype=DTYPES, staging=[10_000, collectives.STAGING_BYTES])
 def test_owners_hold_the_mean(
     rank: int, world_size: int, dtype: torch.dtype, cut: str, staging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

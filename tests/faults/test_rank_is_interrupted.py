@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import WHERE, each_of
 from support.ddp_training import EVERY_HOOK, Twins
 from support.groups import group_of
 from support.training import assert_bitwise_equal, set_gradients, small_model, twins
@@ -71,13 +72,7 @@ AFTER_AN_INTERRUPTION: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = 
 
 # What was interrupted leaves messages without another end.
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
-@pytest.mark.parametrize(
-    ("place", "hook", "where", "kind"),
-    [
-        ("before the local step", "none", "on all ranks", KeyboardInterrupt),
-        ("after the local step", "reduce_to_owner_hook", "on rank 1", SystemExit),
-    ],
-)
+@each_of("place", PLACES, hook=["none", "reduce_to_owner_hook"], where=WHERE, kind=[KeyboardInterrupt, SystemExit])
 def test_a_step_that_was_interrupted_breaks_the_optimizer_until_it_is_built_again(
     rank: int, kind: type[BaseException], where: str, hook: str, place: str
 ) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.combinations import each_of
 from support.ddp_by_collectives import BOTH_WAYS
-from support.ddp_training import Twins, each_hook_with
+from support.ddp_training import HOOKS, Twins
 from support.ending_ranks import WAYS
 from support.groups import group_of
 from support.sharded_model import Plain
@@ -104,9 +105,11 @@ def test_a_rank_that_skips_the_step_of_a_hook_is_named(rank: int, twins_by: type
 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
-@each_hook_with("frees, bucket_cap_mb", ("nothing", 0.05), ("the last layer", 25), ("nothing", 0.05))
-def test_one_rank_that_forgets_zero_grad_is_told_on_all(rank: int, hook: str, frees: str, bucket_cap_mb: float) -> None:
-    twins = Twins(hook, ddp={"gradient_as_bucket_view": frees == "nothing", "bucket_cap_mb": bucket_cap_mb})
+@each_of("hook", HOOKS, frees=["nothing", "the last layer"], bucket_cap_mb=[0.05, 25], views=[True, False])
+def test_one_rank_that_forgets_zero_grad_is_told_on_all(
+    rank: int, hook: str, frees: str, bucket_cap_mb: float, views: bool
+) -> None:
+    twins = Twins(hook, ddp={"gradient_as_bucket_view": views, "bucket_cap_mb": bucket_cap_mb})
     for number in range(4):
         twins.iterate(number)
     if rank != 1:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import each_of
 from support.example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script, sharded, train
 from support.framework_training import (
     MUON_ROUNDING,
@@ -274,9 +275,7 @@ def test_the_scripts_differ_in_three_lines():
 
 
 @two_ranks
-@pytest.mark.parametrize(
-    ("clip", "accumulated", "precision"), [("norm", 4, "bf16"), ("value", 1, "no"), ("off", 1, "bf16")]
-)
+@each_of("clip", ["norm", "value", "off"], accumulated=[4, 1], precision=["bf16", "no"])
 @pytest.mark.parametrize("plugin", [*PLUGINS, "none"])
 def test_twenty_steps_of_the_script_equal_the_unsharded_ones(precision, accumulated, clip, plugin):
     options, rounding = {"precision": precision, "accumulated": accumulated, "clip": clip}, 0.0
@@ -290,7 +289,7 @@ def test_twenty_steps_of_the_script_equal_the_unsharded_ones(precision, accumula
 
 
 @two_ranks
-@pytest.mark.parametrize(("plugin", "clip"), [("hook", "norm"), ("sharded", "value")])
+@each_of("plugin", ["hook", "sharded"], clip=["norm", "value"])
 def test_cut_tensors_are_clipped_as_the_unsharded_ones(clip, plugin):
     options = {"clip": clip, "dtype": torch.float64, "partition": "split"}
     ours = train_script("sharded", None, plugin=plugin, **options)
@@ -298,7 +297,7 @@ def test_cut_tensors_are_clipped_as_the_unsharded_ones(clip, plugin):
     assert_equal(ours, train_script("plain", None, **options), steps=20, rounding=ROUNDING)
 
 
-@pytest.mark.parametrize(("plugin", "ranks"), [("hook", 1), ("sharded", 3)])
+@each_of("plugin", ["hook", "sharded"], ranks=[1, 3])
 def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks, plugin):
     for kind in ("sharded", "plain"):
         run_on_ranks(save, 2, kind, tmp_path / kind, plugin, init=False)

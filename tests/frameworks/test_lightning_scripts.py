@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import each_of
 from support.example_scripts import PLUGINS, lines_that_differ
 from support.framework_training import ROUNDING, Run, assert_equal_to_unsharded, needs
 from support.lightning_training import TWENTY, recorded, script, strategy, train
@@ -46,14 +47,8 @@ def test_three_lines_differ(framework: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    ("framework", "precision", "accumulated", "clipping"),
-    [
-        ("lightning", "32-true", 4, "norm"),
-        ("fabric", "bf16-mixed", 1, "norm"),
-        ("fabric", "32-true", 1, "value"),
-        ("lightning", "bf16-mixed", 1, "off"),
-    ],
+@each_of(
+    "clipping", ["norm", "value", "off"], framework=FRAMEWORKS, precision=["32-true", "bf16-mixed"], accumulated=[4, 1]
 )
 @pytest.mark.parametrize("plugin", [*PLUGINS, "none"])
 def test_sharded_training_equals_plain_training(framework, precision, accumulated, clipping, plugin, tmp_path):
@@ -65,9 +60,7 @@ def test_sharded_training_equals_plain_training(framework, precision, accumulate
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    ("framework", "clipping", "plugin"), [("lightning", "norm", "hook"), ("fabric", "value", "sharded")]
-)
+@each_of("framework", FRAMEWORKS, clipping=["norm", "value"], plugin=["hook", "sharded"])
 def test_cut_tensors_clipped_in_float64(framework, clipping, plugin, tmp_path):
     options = {"precision": "64-true", "partition": "split", "clipping": clipping, "plugin": plugin}
     ours, theirs = (train(framework, is_sharded, tmp_path / "run.ckpt", **options) for is_sharded in (True, False))
@@ -81,9 +74,7 @@ def resumed(framework: str, is_sharded: bool, checkpoint: Path, **options: Any) 
     return [param.detach() for param in run.model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("framework", "partition", "plugin"), [("lightning", "whole", "hook"), ("fabric", "split", "sharded")]
-)
+@each_of("framework", FRAMEWORKS, partition=["whole", "split"], plugin=["hook", "sharded"])
 def test_saved_at_two_ranks_and_resumed_at_one_and_three(
     framework: str, partition: str, plugin: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from support.combinations import each_of
 from support.example_scripts import PLUGINS, Trained, assert_equal, lines_that_differ, script
 from support.example_scripts import train as train_script
 from support.framework_training import (
@@ -237,9 +238,7 @@ def test_the_scripts_differ_in_three_lines():
 
 
 @two_ranks
-@pytest.mark.parametrize(
-    ("max_grad_norm", "accumulated", "bf16"), [(0.5, 4, True), (0.0, 1, False)], ids=["clipped", "plain"]
-)
+@each_of("max_grad_norm", [0.5, 0.0], accumulated=[4, 1], bf16=[True, False])
 @pytest.mark.parametrize("plugin", [*PLUGINS, "none"])
 def test_twenty_steps_of_the_script_equal_the_unsharded_ones(tmp_path, bf16, accumulated, max_grad_norm, plugin):
     options = {"bf16": bf16, "gradient_accumulation_steps": accumulated, "max_grad_norm": max_grad_norm}
@@ -254,7 +253,7 @@ def test_twenty_steps_of_the_script_equal_the_unsharded_ones(tmp_path, bf16, acc
 
 
 @two_ranks
-@pytest.mark.parametrize(("plugin", "max_grad_norm"), [("hook", 0.5), ("sharded", 0.0)])
+@each_of("plugin", ["hook", "sharded"], max_grad_norm=[0.5, 0.0])
 def test_cut_tensors_are_clipped_as_the_unsharded_ones(tmp_path, max_grad_norm, plugin, monkeypatch):
     monkeypatch.setattr(script("trainer_sharded").ZeroShardTrainer, "sharding_options", {"partition": cutting("split")})
     options = {"max_grad_norm": max_grad_norm, "dtype": torch.float64, "save_strategy": "no"}
@@ -262,24 +261,24 @@ def test_cut_tensors_are_clipped_as_the_unsharded_ones(tmp_path, max_grad_norm, 
     assert_as_plain(ours, theirs, plugin, steps=20, rounding=ROUNDING)
 
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "adamw": {"optim": "adamw_torch", "adam_beta2": 0.95, "lr_scheduler_type": "cosine"},
+    "adafactor": {"optim": "adafactor"},
+    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "rmsprop": {"optim": "rmsprop", "warmup_steps": 5},
+    "compiled": {"torch_compile_backend": "eager"},
+}
+
+
 @two_ranks
-@pytest.mark.parametrize(
-    ("plugin", "options"),
-    [
-        ("hook", {"optim": "adamw_torch", "adam_beta2": 0.95, "lr_scheduler_type": "cosine"}),
-        ("sharded", {"optim": "adafactor"}),
-        ("hook", {"optim": "sgd", "optim_args": "momentum=0.9"}),
-        ("sharded", {"optim": "rmsprop", "warmup_steps": 5}),
-        ("hook", {"torch_compile_backend": "eager"}),
-    ],
-    ids=["hook-adamw", "sharded-adafactor", "hook-sgd", "sharded-rmsprop", "hook-compiled"],
-)
-def test_arguments_mean_what_they_mean_to_the_trainer(tmp_path, options, plugin):
-    ours, theirs = (run_script(kind, tmp_path, plugin=plugin, save_strategy="no", **options) for kind in KINDS)
+@each_of("name", ARGUMENTS, plugin=["hook", "sharded"])
+def test_arguments_mean_what_they_mean_to_the_trainer(tmp_path, name, plugin):
+    options = {"save_strategy": "no", **ARGUMENTS[name]}
+    ours, theirs = (run_script(kind, tmp_path, plugin=plugin, **options) for kind in KINDS)
     assert_as_plain(ours, theirs, plugin, steps=20)
 
 
-@pytest.mark.parametrize(("plugin", "ranks"), [("hook", 1), ("sharded", 3)])
+@each_of("plugin", ["hook", "sharded"], ranks=[1, 3])
 def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks, plugin):
     if ranks > 1:
         skip_where_the_trainer_cannot_resume_on_cpus()

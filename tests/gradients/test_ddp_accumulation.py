@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.combinations import each_of
 from support.ddp_by_collectives import VIEWS_BOTH_WAYS
 from support.ddp_gradients import BareTwins, reduced, step_and_check
 from support.ddp_training import EVERY_HOOK, VIEWS, WHERE, Twins, batch, with_hook
@@ -81,11 +82,7 @@ def test_a_second_backward_over_one_forward_is_told_so_on_every_rank(rank: int, 
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("discard", "partition", "views"),
-    [("optimizer", "whole", True), ("model", "split", False), ("to zero", "whole", True)],
-    ids=["optimizer", "model", "to zero"],
-)
+@each_of("discard", ["optimizer", "model", "to zero"], partition=["whole", "split"], views=[True, False])
 def test_windows_can_be_given_up(views: bool, partition: str, discard: str) -> None:
     twins = Twins(partition=partition, ddp={"gradient_as_bucket_view": views})
     for number in range(4):
@@ -244,9 +241,7 @@ class Backwards(nn.Module):
 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("discard", "partition", "views"), [(True, "whole", True), (False, "split", False)], ids=["discarded", "stepped"]
-)
+@each_of("discard", [True, False], partition=["whole", "split"], views=[True, False])
 def test_gradients_outlive_a_forward_in_which_ddp_rebuilds_its_buckets(
     partition: str, views: bool, discard: bool
 ) -> None:

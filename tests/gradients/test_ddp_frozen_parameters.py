@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import FLAG, each_of
 from support.ddp_by_collectives import BOTH_WAYS
-from support.ddp_training import EVERY_HOOK, HOOKS_AND_PARTITIONS, Twins, each_hook_with, train
+from support.ddp_training import EVERY_HOOK, HOOKS, Twins, each_hook_with, train
 from support.training import EVERYWHERE, small_model
 from torch import nn, optim
 from zeroshard_testing import assert_replicas_equal
@@ -91,10 +92,12 @@ class Thawed(Twins):
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@HOOKS_AND_PARTITIONS
-def test_parameters_that_are_unfrozen_and_frozen_again_keep_their_owners(hook: str, partition: str) -> None:
+@each_of("hook", HOOKS, partition=["whole", "split"], views=FLAG)
+def test_parameters_that_are_unfrozen_and_frozen_again_keep_their_owners(
+    hook: str, partition: str, views: bool
+) -> None:
     unused = {"find_unused_parameters": True}
-    twins = Thawed(hook, ddp=unused, partition=partition, parameters_as_bucket_view=partition == "split")
+    twins = Thawed(hook, ddp=unused, partition=partition, parameters_as_bucket_view=views)
     owners, is_frozen = twins.optimizer.plan.owners, [True] * 3 + [False] * 3 + [True] * 2 + [False] * 2
     assert len({rank for ranks in owners[:2] for rank in ranks}) == 2
     for number, frozen in enumerate(is_frozen):

@@ -3,13 +3,13 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import copy
 import threading
-from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ddp_by_collectives import BOTH_WAYS, PARTITIONS_BOTH_WAYS, STEPPING, VIEWS_BOTH_WAYS, CollectiveTwins
+from support.combinations import each_of
+from support.ddp_by_collectives import BOTH_WAYS, PARTITIONS_BOTH_WAYS, STEPPING, VIEWS_BOTH_WAYS
 from support.ddp_models import Branches, Counting, TwoKinds
 from support.ddp_training import (
     EVERY_HOOK,
@@ -282,9 +282,8 @@ def test_two_models_in_one_backward_have_messages_of_their_own(rank: int, hook: 
 # ---------------------------------------------------------------------- optimizers
 
 
-# Each under one of the hooks, in turn.
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize(("hook", "name"), [*zip(cycle(HOOKS), DENSE_OPTIMIZERS)])
+@each_of("name", DENSE_OPTIMIZERS, hook=HOOKS)
 def test_every_optimizer_trains_alike(hook: str, name: str) -> None:
     optimizer, settings = DENSE_OPTIMIZERS[name]
     train(Twins(hook, optimizer=optimizer, settings=settings), last=4)
@@ -375,12 +374,8 @@ INNER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("twins_by", "hook", "views"),
-    [(Twins, "hook_with_zero_step", True), (CollectiveTwins, "hook_with_zero_step_interleaved", False)],
-    ids=["messages", "collectives"],
-)
-@pytest.mark.parametrize("name", INNER)
+@BOTH_WAYS
+@each_of("name", INNER, hook=HOOKS[1:], views=[True, False])
 def test_inner_hooks_reduce_for_us_as_for_ddp(twins_by: type[Twins], hook: str, name: str, views: bool) -> None:
     # One bucket for PowerSGD: with several of them, its callbacks issue collectives in any order, and gloo aborts.
     ddp = {"gradient_as_bucket_view": views, **({"bucket_cap_mb": 25} if name == "PowerSGD" else {})}

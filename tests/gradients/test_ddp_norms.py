@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import each_of
 from support.ddp_gradients import assert_same, clip_by_norm, reduced, step_and_check
 from support.ddp_training import PARTITIONS, Twins, with_hook
 from support.training import EVERYWHERE
@@ -84,11 +85,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, to
 
 @pytest.mark.exhaustive_at(1, 4)
 @pytest.mark.ranks(1, 2, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("dtype", "partition"),
-    [(torch.float64, "whole"), (torch.float32, "split"), (torch.bfloat16, "whole"), (torch.float16, "split")],
-    ids=str,
-)
+@each_of("dtype", ROUNDING, partition=["whole", "split"])
 def test_norms_are_those_in_float64_but_for_roundings(partition: str, dtype: torch.dtype) -> None:
     generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     shapes = [(64, 40), (3,), (1, 300), (0, 3), (), (7, 5, 9)]
@@ -249,9 +246,7 @@ def test_what_is_not_finite_on_one_rank_is_an_error_on_all(rank: int, partition:
 
 @pytest.mark.exhaustive_at(1)
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("special", "partition"), [(math.nan, "whole"), (math.inf, "whole"), (-math.inf, "split"), (0.0, "split")]
-)
+@each_of("special", [math.nan, -math.inf, math.inf, 0.0], partition=["whole", "split"])
 def test_what_is_not_finite_is_so_on_every_rank(partition: str, special: float) -> None:
     values = torch.ones(64, 40)
     values[3, 7] = special

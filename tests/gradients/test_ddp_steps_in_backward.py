@@ -3,11 +3,11 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import copy
 from collections.abc import Callable
-from itertools import cycle
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import each_of
 from support.ddp_training import HOOKS, STEPPING_HOOKS, Twins, each_hook_with, register
 from support.groups import group_of
 from support.training import EVERYWHERE, small_model
@@ -153,7 +153,7 @@ TOO_LATE: dict[str, Callable[[Twins], object]] = {
 
 @pytest.mark.exhaustive_at(1)
 @pytest.mark.ranks(1, 2, backend="gloo")
-@pytest.mark.parametrize(("what", "hook", "iterations"), [*zip(TOO_LATE, cycle(HOOKS[1:]), cycle((0, 2)))])
+@each_of("what", TOO_LATE, hook=HOOKS[1:], iterations=(0, 2))
 def test_what_comes_between_a_backward_that_has_stepped_and_its_step_is_refused(
     what: str, hook: str, iterations: int
 ) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import FLAG, each_of
 from support.ddp_by_collectives import PARTITIONS_BOTH_WAYS
 from support.ddp_models import Branches
-from support.ddp_training import EVERY_HOOK, Twins, batch, each_hook_with, with_hook
+from support.ddp_training import EVERY_HOOK, HOOKS, Twins, batch, each_hook_with, with_hook
 from support.groups import group_of
 from support.training import EVERYWHERE, cutting, small_model
 from torch import nn, optim
@@ -100,24 +101,14 @@ def zero_what_is_used(model: nn.Module, unused: int) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("hook", "partition", "masters", "without"),
-    [
-        ("reduce_to_owner_hook", "split", False, "unused"),
-        ("reduce_to_owner_hook", "level", True, "frozen"),
-        ("hook_with_zero_step", "whole", True, "unused"),
-        ("hook_with_zero_step", "level", False, "frozen"),
-        ("hook_with_zero_step_interleaved", "level", False, "unused"),
-        ("hook_with_zero_step_interleaved", "split", True, "frozen"),
-    ],
-    ids=lambda value: {True: "master weights", False: "no masters"}.get(value, value),
-)
+@pytest.mark.parametrize("without", ["unused", "frozen"])
+@each_of("hook", HOOKS, partition=["split", "whole", "level"], views=[True, False], masters=FLAG)
 def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(
-    hook: str, partition: str, masters: bool, without: str
+    hook: str, partition: str, views: bool, masters: bool, without: str
 ) -> None:
     """Plain steps it with the gradient of the last step, which its owner has used."""
     model = Halves().to(torch.bfloat16 if masters else torch.float64)
-    ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=not masters)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=views)
     optimizer = with_hook(hook, ddp, optim.AdamW, partition=partition, master_weights=masters, lr=1e-2)
 
     def backward(number: int, chosen: tuple[int, ...]) -> None:
@@ -143,11 +134,7 @@ def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_refused(
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("without", ["unused", "frozen"])
-@pytest.mark.parametrize(
-    ("partition", "masters", "in_buffer"),
-    [("whole", False, False), ("split", True, True), ("level", False, True)],
-    ids=["whole", "split and master weights in a buffer", "level in a buffer"],
-)
+@each_of("partition", ["whole", "split", "level"], masters=FLAG, in_buffer=FLAG)
 def test_a_kept_gradient_of_a_parameter_without_a_new_one_is_stepped_without_a_hook(
     partition: str, masters: bool, in_buffer: bool, without: str
 ) -> None:

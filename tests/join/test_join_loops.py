@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.combinations import each_of
 from support.join_training import (
-    ENDINGS,
     EVERY_MEAN,
     EVERY_PARTITION,
     MEANS_AND_ENDINGS,
@@ -257,9 +257,7 @@ def test_arguments_of_steps_and_hyperparameters_reach_ranks_that_have_ended() ->
 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("ending", "partition", "to"), [(0, "whole", 0), (1, "split", 1), (2, "whole", 0)], ids=ENDINGS
-)
+@each_of("ending", range(3), partition=["whole", "split"], to=[0, 1])
 def test_states_are_consolidated_inside_and_after_the_block(
     rank: int, world_size: int, partition: str, ending: int, to: int
 ) -> None:

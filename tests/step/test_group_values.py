@@ -176,6 +176,26 @@ def test_what_a_class_writes_without_a_tensor_gives_way_to_the_owners_value() ->
         assert without_members(sharded.param_groups) == without_members(plain.param_groups)
 
 
+@pytest.mark.ranks(3, backend="gloo")
+def test_ranks_without_a_tensor_take_the_value_of_the_lowest_rank_that_has_one(rank: int) -> None:
+    class OfRanks(Counting):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for group in self.param_groups:
+                if group["params"]:
+                    group["written by"] = rank
+
+    # Given a class that writes another value on each rank, of a group on rank 0 and one on ranks 2 and 1,
+    first, *others = (nn.Parameter(torch.ones(4)) for _ in range(3))
+    groups = [{"params": [first]}, {"params": others}]
+    sharded = ZeroRedundancyOptimizer(groups, OfRanks, partition=lambda *_: [(0,), (2,), (1,)])
+    # when it steps,
+    set_gradients([first, *others], 0)
+    sharded.step()
+    # then rank 0 has the value of rank 1 for the second group, and owners have their own.
+    assert [group["written by"] for group in sharded.param_groups] == [0, max(rank, 1)]
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_failed_step_leaves_what_the_loop_has_written(rank: int) -> None:
     class Failing(Counting):

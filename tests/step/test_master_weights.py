@@ -33,20 +33,14 @@ from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_o
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-CLASSES = [
-    ("AdamW", "whole", True),
-    ("SGD", "split", True),
-    ("SGD-momentum", "split", False),
-    ("Adafactor", "whole", False),
-]
 
 
 @pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    ("name", "partition", "as_bucket_view"), CLASSES, ids=lambda value: "views" if value is True else None
-)
+@each_of("name", ["Adafactor", "SGD", "AdamW", "SGD-momentum"], partition=["whole", "split"], as_bucket_view=FLAG)
 def test_equals_copies_in_one_process(rank: int, name: str, partition: str, as_bucket_view: bool) -> None:
+    if name == "Adafactor" and partition == "split":
+        pytest.skip("Adafactor looks at whole tensors, which are not cut for it")
     optimizer_class, settings = DENSE_OPTIMIZERS[name]
     model = HalfModel()
     reference = copy.deepcopy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -41,25 +42,20 @@ class CollectiveTwins(Twins):
 BOTH_WAYS = pytest.mark.parametrize("twins_by", [Twins, CollectiveTwins], ids=["messages", "collectives"])
 """Gradients and parameters travel by messages, or by collectives."""
 
-PARTITIONS_BOTH_WAYS = pytest.mark.parametrize(
-    ("twins_by", "hook", "partition"),
-    [
-        pytest.param(kind, hook, partition, id=f"{way}-{hook}-{partition}")
-        for way, kind, partitions in (
-            ("messages", Twins, ("whole", "split", "whole")),
-            ("collectives", CollectiveTwins, ("split", "whole", "split")),
-        )
-        for hook, partition in zip(HOOKS, partitions, strict=True)
-    ],
-)
-"""Each hook both ways, with one partition by messages and the other one by collectives."""
 
-VIEWS_BOTH_WAYS = pytest.mark.parametrize(
-    ("twins_by", "hook", "views"),
-    [
-        pytest.param(kind, hook, views, id=f"{way}-{hook}-{'views' if views else 'copies'}")
-        for way, kind, first in (("messages", Twins, True), ("collectives", CollectiveTwins, False))
-        for hook, views in zip(HOOKS, (first, not first, first), strict=True)
-    ],
-)
-"""Each hook both ways, with gradients that are views of DDP's buckets one way, and copies the other way."""
+def _both_ways(name: str, values: dict[str, Any]) -> pytest.MarkDecorator:
+    """Parametrize by all combinations; by default each hook has one value by messages and the other by collectives."""
+    ways = {"messages": Twins, "collectives": CollectiveTwins}
+    cases = []
+    for (place, way), (number, hook), (which, text) in itertools.product(*map(enumerate, (ways, HOOKS, values))):
+        marks = [pytest.mark.exhaustive] if (place + number + which) % 2 else []
+        cases.append(pytest.param(ways[way], hook, values[text], id=f"{way}-{hook}-{text}", marks=marks))
+    return pytest.mark.parametrize(("twins_by", "hook", name), cases)
+
+
+PARTITIONS_BOTH_WAYS = _both_ways("partition", {"whole": "whole", "split": "split"})
+"""Each hook both ways, with one partition by messages and the other one by collectives; not by default, with both."""
+
+VIEWS_BOTH_WAYS = _both_ways("views", {"views": True, "copies": False})
+"""Each hook both ways, with gradients that are views of DDP's buckets one way, and copies the other way;
+not by default, with both."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.combinations import each_of
 from support.training import assert_bitwise_equal, cutting, small_model
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -44,7 +45,7 @@ def _id(name: str, value: object) -> str:
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
-HOOKS_AND_PARTITIONS = each_hook_with("partition", "whole", "split", "whole")
+HOOKS_AND_PARTITIONS = each_of("hook", HOOKS, partition=["whole", "split"])
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 """gradient_as_bucket_view of DDP."""
 WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])

@@ -52,7 +52,7 @@ def _one_of(known: Collection[str]) -> Any:  # noqa: ANN401 - typer's
 Json = Annotated[Path | None, typer.Option("--json", help="write the figures to this file")]
 Rounds = Annotated[int, typer.Option(min=6, help="timed turns of each; fewer than 6 have no interval")]
 Ranks = Annotated[list[int], typer.Option(min=2, help="numbers of ranks")]
-NumberOfRanks = Annotated[int, typer.Option("--ranks", min=1, help="number of ranks")]
+NumberOfRanks = Annotated[int, typer.Option("--ranks", min=2, help="number of ranks")]
 Before = Annotated[Path, typer.Option(help="another checkout of the repository")]
 Model = Annotated[str, _one_of(MODELS)]
 Models = Annotated[list[str], _one_of(MODELS)]
@@ -113,6 +113,8 @@ def _iteration(
     json_file: Json = None,
 ) -> None:
     """Let contenders train in turn; the exit status is 1 if one comes to other parameters than the first."""
+    if not {base, f"{base}-whole", f"{base}-split"} & {*contender}:
+        raise typer.BadParameter(f"no contender is {base!r}; there are: {', '.join(contender)}", param_hint="--base")
     _choose("messages" if link else transport)
     try:
         rows = measure(Race(contender, model, layers, rounds, processor_time), ranks, base, link)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from bench.results import Row
-from bench.turns import ratio, take_turns
+from bench.turns import WARM_UP, ratio, take_turns
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -151,7 +151,7 @@ def host_times(shapes: Shapes, ranks: int, rounds: int) -> dict[str, Row]:
             steps: list[float] = []
             turns = {"ours": _iteration(shapes, strategy, ranks, steps), "torch": _iteration(shapes, None, ranks, [])}
             times = take_turns(turns, rounds, f"{strategy}, {ranks} ranks", processor_time=True)
-            ms, step = (1e3 * sorted(each)[len(each) // 2] for each in (times["ours"], steps))
+            ms, step = (1e3 * sorted(each)[len(each) // 2] for each in (times["ours"], steps[WARM_UP:]))
             found[strategy] = {"ms": ms, "step ms": step, "/ torch": ratio(times["ours"], times["torch"])}
             del turns
             gc.collect()

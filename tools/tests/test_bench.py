@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from bench import iteration, links, page
 from bench.collectives import GPT2, count, fake_group
 from bench.results import Result
 from bench.turns import ratio
+from typer.main import get_command
 from typer.testing import CliRunner
 from zeroshard_comm.collectives import STAGING_BYTES
 
@@ -80,7 +82,12 @@ def test_the_exit_status_says_whether_contenders_agree(monkeypatch, apart, statu
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [(["--link", "1gbit"], "--link needs root"), (["--contender", "fsdp3"], "there is no 'fsdp3'")],
+    [
+        (["--link", "1gbit"], "--link needs root"),
+        (["--contender", "fsdp3"], "there is no 'fsdp3'"),
+        (["--base", "hooks"], "no contender is 'hooks'"),
+        (["--ranks", "1"], "1 is not in the range"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, arguments, why):
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
@@ -99,7 +106,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch, arguments, why):
         (["iteration", "--model", "tiny", "--rounds", "6"], {*program.TRAINED}),
         (["memory", "--model", "tiny", "--ranks", "2", "--contender", "sharded-split"], {"sharded-split"}),
         (["norms", "--model", "tiny", "--ranks", "2", "--rounds", "6"], {*program.NORMS}),
-        (["two-checkouts", "--before", str(ROOT), "--ranks", "1", "--rounds", "6"], {*program.checkouts.NAMES}),
+        (["two-checkouts", "--before", str(ROOT), "--rounds", "6"], {*program.checkouts.NAMES}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -133,6 +140,15 @@ def test_cut_tensors_take_a_collective_for_each_bucket_and_each_full_buffer(rank
     assert 0 < counts["all-gathers"] <= most
     assert counts["staging MB"] * MB <= 2 * STAGING_BYTES
     assert counts["padding"] <= padding
+
+
+@pytest.mark.parametrize("file", sorted((page.PAGE.parent / "measured").glob("*.json")), ids=lambda file: file.stem)
+def test_the_command_of_committed_figures_is_one_that_the_benchmarks_take(file):
+    python, tool, subcommand, *options = shlex.split(Result.read(file).command)
+
+    assert (python, tool) == ("python", "tools/bench")
+    # It is a subcommand, which takes these options.
+    get_command(program.app).commands[subcommand].make_context(subcommand, options)
 
 
 def test_the_page_and_its_pictures_are_what_the_committed_figures_give(tmp_path):
