@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 CEILINGS = {
     "packages/zeroshard-core/src": 1835,
     "packages/zeroshard-comm/src": 3235,
-    "packages/zeroshard/src": 11200,
+    "packages/zeroshard/src": 11203,
     "packages/zeroshard-integrations/src": 1543,
     "packages/zeroshard-testing/src": 7180,
     "tools": 6200,
