@@ -106,7 +106,7 @@ def build(model: GPT, options: argparse.Namespace, *, is_sharded: bool) -> tuple
     # One class needs no groups: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3).
     optimizer = ZeroRedundancyOptimizer(groups, AdamW, partition=options.partition)
     if options.gradients == "sharded":
-        shard_gradients(model, optimizer, bucket_mb=1)
+        shard_gradients(model, optimizer, bucket_mb=4)
         return model, [optimizer]
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     register_reduce_to_owner(ddp, optimizer)
