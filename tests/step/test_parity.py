@@ -55,6 +55,17 @@ def of_every_class(names: Iterable[str]) -> pytest.MarkDecorator:
 
 
 @of_every_class(DENSE_OPTIMIZERS)
+def assert_steps_are_equal(
+    models: tuple[torch.nn.Module, torch.nn.Module], optimizers: tuple[optim.Optimizer, optim.Optimizer]
+) -> None:
+    """Step both with the same gradients, and compare after each step."""
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            set_gradients(model.parameters(), step)
+            optimizer.step()
+        assert_bitwise_equal(*models, f"after step {step}")
+
+
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
@@ -78,12 +89,7 @@ def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
 def test_muon_equals_one_process(as_bucket_view: bool) -> None:
     model, reference = twins(matrices)
     sharded, plain = twin_optimizers((model, reference), optim.Muon, as_bucket_view=as_bucket_view, lr=0.01)
-    for step in range(STEPS):
-        set_gradients(model.parameters(), step)
-        set_gradients(reference.parameters(), step)
-        sharded.step()
-        plain.step()
-        assert_bitwise_equal(model, reference, f"after step {step}")
+    assert_steps_are_equal((model, reference), (sharded, plain))
 
 
 # The emulated device has no sparse tensors.
@@ -113,12 +119,7 @@ def test_there_may_be_more_ranks_than_tensors(world_size: int, rank: int, partit
     model, reference = twins(lambda: torch.nn.Linear(5, 3))
     sharded, plain = twin_optimizers((model, reference), optim.AdamW, partition, as_bucket_view)
     assert len(sharded.plan.tensors) < world_size
-    for step in range(STEPS):
-        set_gradients(model.parameters(), step)
-        set_gradients(reference.parameters(), step)
-        sharded.step()
-        plain.step()
-        assert_bitwise_equal(model, reference, f"after step {step}")
+    assert_steps_are_equal((model, reference), (sharded, plain))
     # A framework that finds an empty state would step this rank alone to fill it.
     assert sharded.state
 
@@ -130,10 +131,5 @@ def test_one_rank_may_own_everything_that_is_trainable(rank: int) -> None:
         for param in list(module.parameters())[:-1]:
             param.requires_grad_(False)
     sharded, plain = twin_optimizers((model, reference), optim.Adam, as_bucket_view=True)
-    for step in range(STEPS):
-        set_gradients(model.parameters(), step)
-        set_gradients(reference.parameters(), step)
-        sharded.step()
-        plain.step()
-        assert_bitwise_equal(model, reference, f"after step {step}")
+    assert_steps_are_equal((model, reference), (sharded, plain))
     assert sharded.state
