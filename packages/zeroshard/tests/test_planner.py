@@ -15,7 +15,6 @@ from torch import nn
 from zeroshard_core import RankBytes
 
 pytest.importorskip("typer", reason="the command needs the extra zeroshard[cli]")
-pytest.importorskip("rich", reason="the command needs the extra zeroshard[cli]")
 
 from safetensors.torch import save_file
 from zeroshard import Planner

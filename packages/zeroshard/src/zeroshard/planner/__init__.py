@@ -16,7 +16,7 @@ def main() -> None:
     except (InputError, ImportError) as error:
         cure = ""
         if isinstance(error, ModuleNotFoundError):
-            package = "'zeroshard[cli]'" if error.name in ("typer", "rich", "matplotlib") else error.name
+            package = "'zeroshard[cli]'" if error.name in ("typer", "matplotlib") else error.name
             cure = f": pip install {package}"
         sys.stderr.write(f"zeroshard: {error}{cure}\n")
         sys.exit(2)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from zeroshard.byte_units import format_bytes, parse_bytes
 from zeroshard.plan.choices import PARTITIONS, listed
@@ -39,32 +40,29 @@ def _several() -> None:
     """Shards optimizer state across the ranks of DistributedDataParallel."""
 
 
-Told = typer.Option
-"""An option, whose help is a sentence."""
-
-
 @app.command(epilog=EXAMPLES)
 def plan(
     model: Annotated[
         str, typer.Argument(help="A function as module:function, a config.json or its folder, or a .safetensors file.")
     ],
     optimizer: Annotated[
-        list[str] | None, Told("-o", help="A class, or several such as Muon:matrices+AdamW:rest. Repeat it to compare.")
+        list[str] | None,
+        Option("-o", help="A class, or several: Muon:matrices+AdamW:rest. Repeat it to compare."),
     ] = None,
-    ranks: Annotated[str, Told(help="The numbers of ranks, such as 2,4,8.")] = "8",
-    partition: Annotated[str, Told(help="The partitions to compare.")] = ",".join(PARTITIONS),
-    backend: Annotated[Literal["gloo", "nccl"], Told(help="Choose nccl for all backends but gloo.")] = "nccl",
-    hook: Annotated[bool, Told(help="Say whether a hook of DDP sends gradients to their owners.")] = True,
-    dtype: Annotated[Dtype | None, Told(help="The dtype of parameters, if not the model's.")] = None,
-    grad_dtype: Annotated[Dtype | None, Told(help="The dtype of gradients, if not the parameters'.")] = None,
-    master_weights: Annotated[bool, Told("--master-weights", help="Keep float32 copies at the owners.")] = False,
-    memory: Annotated[str, Told(help="The memory of a device, such as 80GiB.")] = "",
-    show: Annotated[bool, Told("--show", help="List the parameters that `matrices` selects.")] = False,
-    real: Annotated[bool, Told("--real", help="Build a function's model on the CPU.")] = False,
-    trust_remote_code: Annotated[bool, Told("--trust-remote-code", help="Run code that a config names.")] = False,
-    picture: Annotated[Path | None, Told(help="Draw the comparison to this file.")] = None,
-    json_output: Annotated[bool, Told("--json", help="Print JSON. Sizes are in bytes.")] = False,
-    require_fit: Annotated[bool, Told("--require-fit", help="Exit with 1 if none of these partitions fits.")] = False,
+    ranks: Annotated[str, Option(help="The numbers of ranks, such as 2,4,8.")] = "8",
+    partition: Annotated[str, Option(help="The partitions to compare.")] = ",".join(PARTITIONS),
+    backend: Annotated[Literal["gloo", "nccl"], Option(help="Choose nccl for all backends but gloo.")] = "nccl",
+    hook: Annotated[bool, Option(help="Say whether a hook of DDP sends gradients to their owners.")] = True,
+    dtype: Annotated[Dtype | None, Option(help="The dtype of parameters, if not the model's.")] = None,
+    grad_dtype: Annotated[Dtype | None, Option(help="The dtype of gradients, if not the parameters'.")] = None,
+    master_weights: Annotated[bool, Option("--master-weights", help="Keep float32 copies at the owners.")] = False,
+    memory: Annotated[str, Option(help="The memory of a device, such as 80GiB.")] = "",
+    show: Annotated[bool, Option("--show", help="List the parameters that `matrices` selects.")] = False,
+    real: Annotated[bool, Option("--real", help="Build a function's model on the CPU.")] = False,
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code that a config names.")] = False,
+    picture: Annotated[Path | None, Option(help="Draw the comparison to this file.")] = None,
+    json_output: Annotated[bool, Option("--json", help="Print JSON. Sizes are in bytes.")] = False,
+    require_fit: Annotated[bool, Option("--require-fit", help="Exit with 1 if none of these partitions fits.")] = False,
 ) -> None:
     """Say what training takes on each rank: memory, optimizer state and bytes sent, from the shapes of a model."""
     try:

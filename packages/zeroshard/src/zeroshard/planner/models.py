@@ -49,7 +49,7 @@ class Model:
         if len(own) != 1 or not classes:
             return None
         name, module = classes[0].__name__, classes[0].__module__
-        if getattr(sys.modules[module], name, None) is not classes[0]:
+        if getattr(sys.modules.get(module), name, None) is not classes[0]:
             return None
         return name if f"{module}.".startswith("torch.optim.") else f"{module}.{name}"
 
