@@ -54,7 +54,6 @@ def of_every_class(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.by_default(" | ".join(cases))
 
 
-@of_every_class(DENSE_OPTIMIZERS)
 def assert_steps_are_equal(
     models: tuple[torch.nn.Module, torch.nn.Module], optimizers: tuple[optim.Optimizer, optim.Optimizer]
 ) -> None:
@@ -66,6 +65,7 @@ def assert_steps_are_equal(
         assert_bitwise_equal(*models, f"after step {step}")
 
 
+@of_every_class(DENSE_OPTIMIZERS)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
