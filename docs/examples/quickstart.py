@@ -19,60 +19,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
-from zeroshard import ZeroRedundancyOptimizer, shard_gradients
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from zeroshard import Planner, ZeroRedundancyOptimizer, shard_gradients
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
 SEQUENCES, CONTEXT = 6, 64  # of each rank in a step, and the bytes of each
 MUON = "Muon:matrices+AdamW:rest"
+MARKS = {"parameters": "=", "gradients": "+", "state": "-"}
 CLASSES: dict[str, dict[str, Any]] = {
     "AdamW": {"optimizer_class": AdamW, "lr": 1e-3},
-    "Adam": {"optimizer_class": Adam, "lr": 1e-3},
     "SGD": {"optimizer_class": SGD, "lr": 0.1, "momentum": 0.9},
     "Muon": {"optimizer_class": Muon, "lr": 0.02},
 }
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer. Each normalizes what it gets, and adds to it."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(width, elementwise_affine=False)
-        self.attend, self.attend_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.feed, self.feed_out = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map ``(sequences, context, width)`` to the same shape."""
-        parts = self.attend(self.norm(hidden)).unflatten(2, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attend_out(attended.transpose(1, 2).flatten(2))
-        return hidden + self.feed_out(F.gelu(self.feed(self.norm(hidden))))
-
-
 class GPT(nn.Module):
-    """Predicts bytes. Its weights are the same in every process, and its output layer is its input embedding."""
+    """Predicts bytes by blocks of causal attention. Its weights are the same in every process."""
 
-    def __init__(self, context: int = CONTEXT, width: int = 256, layers: int = 8, heads: int = 4) -> None:
+    def __init__(self, width: int = 256, blocks: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        for name, weight in self.named_parameters():
-            nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if "_out" in name else 0.02)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of predicting ``targets``, both of shape ``(sequences, context)``."""
-        hidden = self.bytes(inputs) + self.positions.weight[: inputs.shape[1]]
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = F.linear(self.norm(hidden), self.bytes.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        """Return the mean loss of predicting ``targets``, both of shape ``(sequences, CONTEXT)``."""
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        hidden = self.blocks(self.bytes(inputs) + self.positions.weight, mask=mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 
 def read_text() -> torch.Tensor:
@@ -92,8 +70,8 @@ def param_groups(model: GPT, optimizer: str) -> list[dict[str, Any]]:
     """Return a param group for each optimizer class."""
     if optimizer != MUON:
         return [{**CLASSES[optimizer], "params": list(model.named_parameters())}]
-    matrices = list(model.blocks.named_parameters(prefix="blocks"))
-    rest = [(name, param) for name, param in model.named_parameters() if not name.startswith("blocks.")]
+    matrices = [(name, param) for name, param in model.blocks.named_parameters(prefix="blocks") if param.ndim == 2]
+    rest = [(name, param) for name, param in model.named_parameters() if name not in dict(matrices)]
     return [{**CLASSES["Muon"], "params": matrices}, {**CLASSES["AdamW"], "params": rest}]
 
 
@@ -124,7 +102,7 @@ def train(rank: int, options: argparse.Namespace, folder: Path, part: str, steps
         saved = torch.load(checkpoint)
         model.load_state_dict(saved["model"])
         optimizers[0].load_state_dict(saved["optimizer"])  # Each rank keeps its part of the state.
-    for step in progress(steps, part) if rank == 0 else steps:
+    for step in progress(steps, f"{part}: {len(steps)} steps") if rank == 0 else steps:
         inputs, targets = draw(text, step * options.ranks + rank)
         dist.barrier()
         started = time.perf_counter()
@@ -134,20 +112,21 @@ def train(rank: int, options: argparse.Namespace, folder: Path, part: str, steps
         for optimizer in optimizers:
             optimizer.step()
         seconds.append(time.perf_counter() - started)
-    needed = needed_bytes(model, optimizers)
-    needed |= {"memory, MB": (highest_memory() - memory_before) / 1e6, "step, ms": statistics.median(seconds) * 1e3}
+    needed = needed_memory(model, optimizers) | {"peak": highest_memory() - memory_before}
+    needed |= {"step, ms": statistics.median(seconds) * 1e3, "loss": loss.item()}
     if part == "sharded":
         optimizers[0].consolidate_state_dict(to=0)
         if rank == 0:
             torch.save({"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, checkpoint)
     parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
-    torch.save((needed | {"loss": loss.item()}, parameters), folder / f"{part}{rank}.pt")
+    torch.save((needed, parameters), folder / f"{part}{rank}.pt")
     del called, loss
     dist.destroy_process_group()
 
 
-def needed_bytes(model: GPT, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-    """Return what this rank holds of state and gradients, and sends in a step."""
+def needed_memory(model: GPT, optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    """Return the megabytes that this rank holds after a step, by kind, and that it sends in one."""
+    parameters = sum(param.nbytes for param in model.parameters())
     if isinstance(optimizers[0], ZeroRedundancyOptimizer):
         here = optimizers[0].describe()
         state, gradients, sent = here.state_bytes_here, here.gradient_bytes_here, here.backward_bytes + here.step_bytes
@@ -155,12 +134,12 @@ def needed_bytes(model: GPT, optimizers: Sequence[Optimizer]) -> dict[str, float
         state = sum(value.nbytes for each in optimizers for entry in each.state.values() for value in entry.values())
         gradients = sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
         sent = 2 * gradients * (dist.get_world_size() - 1) // dist.get_world_size()  # by a ring all-reduce
-    return {"state, MB": state / 1e6, "gradients, MB": gradients / 1e6, "sent, MB": sent / 1e6}
+    return {"parameters": parameters / 1e6, "gradients": gradients / 1e6, "state": state / 1e6, "sent": sent / 1e6}
 
 
-def highest_memory() -> int:
-    """Return the most bytes of memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def highest_memory() -> float:
+    """Return the most megabytes of memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
 
 
 def progress(steps: range, title: str) -> Iterable[int]:
@@ -169,7 +148,19 @@ def progress(steps: range, title: str) -> Iterable[int]:
         from rich.progress import track
     except ImportError:
         return steps
-    return track(steps, f"{title:8}")
+    return track(steps, f"{title:18}")
+
+
+def print_memory(plain: dict[str, float], sharded: dict[str, float], options: argparse.Namespace) -> None:
+    """Draw what rank 0 holds after a step, and what it would hold if 8 ranks trained."""
+    planner = Planner(param_groups(GPT(), options.optimizer), AdamW, backend="gloo")
+    predicted = planner.predict(8, options.partition, shards_gradients=options.gradients == "sharded").ranks[0]
+    on_8 = {kind: getattr(predicted, kind) / 1e6 for kind in MARKS}
+    print("\nMB that rank 0 holds after a step:", ", ".join(f"{kind} {mark}" for kind, mark in MARKS.items()))
+    count = f"{options.ranks} ranks"
+    for name, held in {f"plain, {count}": plain, f"sharded, {count}": sharded, "predicted, 8 ranks": on_8}.items():
+        bar = "".join(mark * round(held[kind] / 2) for kind, mark in MARKS.items())
+        print(f"{name:19}{sum(held[kind] for kind in MARKS):6.1f}  {bar}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,22 +168,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a small GPT with a plain and with a sharded optimizer.")
     parser.add_argument("--ranks", type=int, default=2, help="processes that train together")
     parser.add_argument("--steps", type=int, default=30, help="steps before the checkpoint, and after it")
-    parser.add_argument("--optimizer", choices=["AdamW", "Adam", "SGD", MUON], default="AdamW")
-    parser.add_argument("--partition", choices=["whole", "split", "level"], default="level")
+    parser.add_argument("--optimizer", choices=["AdamW", "SGD", MUON], default="AdamW")
+    parser.add_argument("--partition", choices=["whole", "split", "level"], default="split")
     parser.add_argument("--gradients", choices=["sharded", "ddp"], default="sharded", help="in place of DDP, or in it")
     options = parser.parse_args(arguments)
     steps, ranks = options.steps, range(options.ranks)
     parts = {"sharded": range(steps), "resumed": range(steps, 2 * steps), "plain": range(2 * steps)}
+    print(f"{steps} steps sharded, saved to a file; new processes resume from it; then {2 * steps} steps of DDP.\n")
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:  # Each has processes of its own, so that their memory can be compared.
             multiprocessing.spawn(train, (options, Path(folder), part, parts[part]), options.ranks)
         found = {part: [torch.load(Path(folder, f"{part}{rank}.pt")) for rank in ranks] for part in parts}
-    print(f"{'':18}" + "".join(f"{title:>15}" for title in found["plain"][0][0]))
+    print("\nMB of each rank. The peak is resident memory above that before the model; resumed also loads the file.")
+    print(" " * 18 + "".join(f"{title:>11}" for title in found["plain"][0][0]))
     for part, rank in itertools.product(parts, ranks):
-        print(f"{f'{part}, rank {rank}':18}" + "".join(f"{number:15.4g}" for number in found[part][rank][0].values()))
+        print(f"{f'{part}, rank {rank}':18}" + "".join(f"{number:11.4g}" for number in found[part][rank][0].values()))
+    print_memory(found["plain"][0][0], found["sharded"][0][0], options)
     differences = [found["resumed"][rank][1] - found["plain"][rank][1] for rank in ranks]
     difference = torch.cat(differences).abs().max().item()
-    print("parameters, resumed and plain:", f"differ by up to {difference:.1e}" if difference else "equal bit for bit")
+    result = f"differ by up to {difference:.1e}" if difference else "equal bit for bit"
+    print(f"\nparameters, resumed and plain: {result}")
     return 1 if difference and options.ranks <= 2 else 0
 
 
