@@ -216,6 +216,13 @@ def exhaustive(session: nox.Session) -> None:
     _pytest(session, *BESIDE_PROGRAMS, "tools", *selected, *session.posargs)
 
 
+@nox.session(name="page-commands", tags=["nightly"])
+def page_commands(session: nox.Session) -> None:
+    """The commands that README.md and the guides show, in the order of each page; some fill half an hour."""
+    _install_sources(session, list(PACKAGES), "nox", *TOOL_NEEDS, *PLUGIN_NEEDS, *FRAMEWORKS)
+    _pytest(session, "-v", "tests/pages", "-m", "exhaustive", *session.posargs, may_skip=False)
+
+
 @nox.session(tags=["nightly"])
 def frameworks(session: nox.Session) -> None:
     """Training under Accelerate, Hugging Face's Trainer and Lightning, in their newest versions."""
