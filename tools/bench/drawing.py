@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TEXT = "#7b838d"
-"""Has nearly the same contrast to white as to the darkest grey of the pages."""
+TEXT = "#010203"
+"""Marks what is drawn in the colour of text, which depends on the scheme of the page."""
+_COLORS = "svg {color: #1f2328} @media (prefers-color-scheme: dark) {svg {color: #e6edf3}}"
 PLAIN, OTHERS, OURS = "#9aa1a9", "#d68f3e", "#3f86c9"
 """Nothing sharded, other projects, and this one."""
 
@@ -28,9 +29,9 @@ def picture(file: Path, width: float, height: float) -> Iterator[tuple[Any, Any]
     colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     style: Any = dict.fromkeys(colors, TEXT)
     style |= {
-        "svg.fonttype": "none", "svg.hashsalt": "zeroshard", "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9,
+        "svg.fonttype": "none", "svg.hashsalt": "zeroshard", "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9,
         "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-        "legend.fontsize": 9,
+        "axes.titleweight": "bold", "legend.fontsize": 9,
     }  # fmt: skip
     with mpl.rc_context(style):
         figure, panel = plt.subplots(figsize=(width, height), layout="constrained")
@@ -39,3 +40,5 @@ def picture(file: Path, width: float, height: float) -> Iterator[tuple[Any, Any]
         # Without the date: the same figures give the same file.
         figure.savefig(file, transparent=True, metadata={"Date": None})
         plt.close(figure)
+    drawn = file.read_text("utf-8").replace("</style>", f" {_COLORS}</style>", 1).replace(TEXT, "currentColor")
+    file.write_text(drawn, encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from bench.drawing import OTHERS, OURS, PLAIN, TEXT, picture
 from bench.results import Result
@@ -62,7 +63,7 @@ def draw(result: Result, file: Path) -> None:
                 bars.append((name, color, value))
             elif column.endswith(" ranks"):
                 bars.append((f"{name}, {column}", color, [value] * 3))
-    with picture(file, 4.2, 1.1 + (0.2 if len(bars) > 8 else 0.3) * len(bars)) as (_, panel):
+    with picture(file, 4.6, 1.8 + (0.2 if len(bars) > 8 else 0.3) * len(bars)) as (_, panel):
         panel.barh([name for name, *_ in bars], [value[0] for *_, value in bars], color=[bar[1] for bar in bars])
         for place, (*_, (middle, low, high)) in enumerate(bars):
             panel.plot([low, high], [place, place], color=TEXT, linewidth=1.5)
@@ -70,4 +71,16 @@ def draw(result: Result, file: Path) -> None:
         panel.invert_yaxis()
         panel.margins(x=0.12)
         panel.tick_params(axis="y", length=0)
-        panel.set_xlabel(result.title.replace(", ", "\n", 1))
+        panel.set_xlabel("times DDP's" if "/ ddp" in result.rows[0] else "times the parameters")
+        panel.figure.suptitle(finding(result), x=0.01, ha="left", fontweight="bold", fontsize=10)
+        panel.figure.supxlabel("\n".join(wrap(result.title, 60)), x=0.01, ha="left", fontsize=9)
+
+
+def finding(result: Result) -> str:
+    """Return two lines that say what a picture shows: sharded gradients beside DDP."""
+    rows = {row["contender"]: row for row in result.rows}
+    ours, plain, other = (rows[name] for name in ("sharded-split", "ddp", "fsdp2"))
+    if counts := [name for name in ours if name.endswith(" ranks")]:
+        less = 1 - ours[counts[-1]] / plain[counts[-1]]
+        return f"{less:.0%} less memory than DDP\nwith sharded gradients on {counts[-1]}"
+    return f"{ours['/ ddp'][0]:.2f} x DDP's time with sharded gradients,\n{other['/ ddp'][0]:.2f} x with FSDP2"
