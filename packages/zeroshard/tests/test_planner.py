@@ -298,6 +298,18 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
     assert len(shown.splitlines()) <= 50
 
 
+def test_a_terminal_shows_a_bar_for_each_optimizer(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("train:make_model", "-o", "SGD", "-o", "AdamW", "--ranks", "2,4")
+    _, plain, nothing = command(*arguments)
+    assert nothing == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    status, shown, errors = command(*arguments)
+
+    assert (status, shown) == (0, plain)
+    assert re.search(r"Planning SGD .*100%.*Planning AdamW .*100%", errors, re.DOTALL)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

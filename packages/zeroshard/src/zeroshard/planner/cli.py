@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -89,19 +89,16 @@ def plan(
         return
     with redirect_stdout(sys.stderr):
         planners = {text: planner_of(found, text, **settings) for text in optimizer or [found.one_class or "AdamW"]}
+        groups = f"{model.partition(':')[2]}()" if found.groups is not None else None
         rows, advice = list[Row](), dict[str, dict[str, str]]()
         for text, planner in planners.items():
-            own = [row for count in counts for row in compare(planner, text, count, partitions, hook=hook)]
+            bar = typer.progressbar(counts, label=f"Planning {text}", file=sys.stderr)
+            with bar if sys.stderr.isatty() else nullcontext(counts) as shown:
+                own = [row for count in shown for row in compare(planner, text, count, partitions, hook=hook)]
             largest = [row for row in own if row.count == max(counts)]
-            call = call_of(
-                advised(largest, device),
-                device,
-                hook=hook,
-                master_weights=master_weights,
-                dtype=dtype,
-                groups=f"{model.partition(':')[2]}()" if found.groups is not None else None,
-            )
-            advice[text] = {"verdict": verdict(largest, device, memory), "call": call}
+            chosen = advised(largest, device)
+            call = call_of(chosen, device, hook=hook, master_weights=master_weights, dtype=dtype, groups=groups)
+            advice[text] = {"verdict": verdict(chosen, largest, device, memory), "call": call}
             rows += own
     if all(row.plan is None for row in rows):
         raise InputError(next(row.note for row in rows if row.note))

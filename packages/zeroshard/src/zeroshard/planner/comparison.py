@@ -133,9 +133,9 @@ def advised(rows: Sequence[Row], memory: int | None) -> Row:
     return min(fitting, key=by_peak) if fitting else next(row for row in rows if row.partition == FSDP2)
 
 
-def verdict(rows: Sequence[Row], memory: int | None, written: str) -> str:
-    """Say for the rows of one number of ranks what fits into ``memory``, ``written`` so, and what is left."""
-    chosen, plain = advised(rows, memory), next(row for row in rows if row.partition == DDP)
+def verdict(chosen: Row, rows: Sequence[Row], memory: int | None, written: str) -> str:
+    """Say which rows of one number of ranks fit into ``memory``, which the user has ``written`` so."""
+    plain = next(row for row in rows if row.partition == DDP)
     ranks = "One rank" if chosen.count == 1 else f"{chosen.count} ranks"
     peak = format_bytes(chosen.peak)
     if memory is None:
