@@ -28,7 +28,7 @@ model = nn.Sequential(
     nn.ReLU(),
     nn.Linear(256, 256),
 )
-optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
+optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3, partition="split")
 sharding = shard_gradients(model, optimizer)
 
 first, losses = 0, []
