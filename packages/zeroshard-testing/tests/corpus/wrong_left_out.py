@@ -254,7 +254,7 @@ def test_a_world_for_each_rank():
 
 
 @pytest.mark.ranks(2, init=False, timeout=30)
-@pytest.mark.unchecked("all groups, where the test makes a default group of its own that has not all ranks")
+@pytest.mark.unchecked("all groups, if the test makes its own default group without some ranks")
 def test_a_world_for_one_rank(rank):
     if rank:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -136,7 +136,7 @@ def test_shorter_than_what_is_sent(rank):
         dist.send(ones(4), 1)
 
 
-@pytest.mark.unchecked("dtype and size of one that a receive from any source takes")
+@pytest.mark.unchecked("dtype and size of a message that a receive from any source gets")
 def test_dtypes_of_a_message_from_anyone(rank):
     if rank:
         dist.recv(ones(4, dtype=int32))
