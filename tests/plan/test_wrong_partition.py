@@ -44,8 +44,8 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a function that returns None": (lambda *_: None, TypeError, "the owners of each of 9 tensors, but returned None"),
     "owners of too few tensors": (lambda *_: [(0,)], TypeError, "the owners of each of 9 tensors, but returned"),
     "a number for a tuple": (returning(0), TypeError, r"'mine' should return a tuple of ranks .* is 0 \(int\)"),
-    "a rank that is not": (returning((7,)), ValueError, r"owners of ranks 0 to 2, each once, but has \[7\]"),
-    "a rank twice": (returning((1, 1)), ValueError, r"owners of ranks 0 to 2, each once, but has \[1, 1\]"),
+    "a rank that is not": (returning((7,)), ValueError, r"distinct owners among ranks 0 to 2, but has \[7\]"),
+    "a rank twice": (returning((1, 1)), ValueError, r"distinct owners among ranks 0 to 2, but has \[1, 1\]"),
     "more parts than rows": (returning((0, 1, 2)), ValueError, "can be cut into 1 parts only"),
     "a function that raises": (lambda *_: [][0], IndexError, "list index out of range"),
 }

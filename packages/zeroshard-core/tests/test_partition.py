@@ -158,7 +158,7 @@ def test_cuts_lie_along_the_dimension_with_the_largest_stride(shape, stride, dim
 
 
 def test_parts_have_an_element():
-    with pytest.raises(ValueError, match="at least 1 element, but has 0"):
+    with pytest.raises(ValueError, match="at least 1 element, but is 0"):
         partition(vectors(100), 2, strategy=partial(split, smallest_part=0))
 
 
@@ -237,7 +237,7 @@ def test_an_unknown_strategy_is_refused_with_the_choices():
 
 
 def test_the_strategy_hybrid_is_withdrawn():
-    with pytest.raises(ValueError, match='the strategy "hybrid" is withdrawn: use "level"'):
+    with pytest.raises(ValueError, match='the strategy "hybrid" was removed: use "level"'):
         partition(vectors(3), 2, strategy="hybrid")
 
 
@@ -359,7 +359,7 @@ def test_repartition_refuses_a_kept_tensor_of_another_size():
 
 
 def test_repartition_refuses_to_lose_tensors():
-    with pytest.raises(ValueError, match="cannot be taken away"):
+    with pytest.raises(ValueError, match="cannot be removed"):
         repartition(partition(vectors(4, 4), 2), vectors(4))
 
 

@@ -26,8 +26,8 @@ def two_tensors(*specs, world_size=2):
     ("owners", "message"),
     [
         ((), "a plan of 1 tensors for 2 ranks should have 1 owners, but has 0"),
-        (((),), r"'weight' should have owners of ranks 0 to 1, each once, but has \[\]"),
-        (((2,),), r"'weight' should have owners of ranks 0 to 1, each once, but has \[2\]"),
+        (((),), r"'weight' should have distinct owners among ranks 0 to 1, but has \[\]"),
+        (((2,),), r"'weight' should have distinct owners among ranks 0 to 1, but has \[2\]"),
         (((-1,),), r"'weight' should .* but has \[-1\]"),
         (((1, 1),), r"'weight' should .* but has \[1, 1\]"),
     ],
@@ -94,7 +94,7 @@ def test_rows_of_even_parts_are_no_rows():
     ("starts", "message"),
     [
         (((),), "should have 2 starts, but has 1"),
-        (((), (0, 2, 4)), "tensor 1 'w' has 2 owners, but first rows of 3 parts"),
+        (((), (0, 2, 4)), "tensor 1 'w' has 2 owners, but `starts` has 3 parts"),
         (((), (2, 4)), r"tensor 1 'w' should be cut at ascending multiples of 2 from 0 to 10, not \(2, 4\)"),
         (((), (0, 3)), r"ascending multiples of 2 from 0 to 10, not \(0, 3\)"),
         (((), (0, 0)), r"not \(0, 0\)"),
@@ -258,8 +258,8 @@ def test_damaged_json_is_refused_or_read_as_a_valid_plan(plan, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "this is no plan"),
-        ({"version": 1}, "version 1, but this release reads version 2"),
+        ({"format": "other"}, "this is not a plan"),
+        ({"version": 1}, "version 1, but this release reads versions 2"),
         ({"world_size": "2"}, "world_size should be of type int"),
         ({"world_size": True}, "world_size should be of type int"),
         ({"tensors": {}}, "tensors should be of type list"),
@@ -269,7 +269,7 @@ def test_damaged_json_is_refused_or_read_as_a_valid_plan(plan, data):
         ({"loads": [1.0, "x"]}, r"loads\[1\] should be of type float"),
         ({"loads": [1.0, 10**400]}, r"loads\[1\] should be of type float"),
         ({"heaviest": None}, "heaviest should be of type float"),
-        ({"version": 4}, "version 4, but this release reads version 2 and 3"),
+        ({"version": 4}, "version 4, but this release reads versions 2 and 3"),
         ({"starts": [[], ["x"]]}, r"starts\[1\]\[0\] should be of type int"),
         ({"state_loads": 3}, "state_loads should be of type list"),
         ({"weights": [1, None]}, r"weights\[1\] should be of type float"),
@@ -292,7 +292,7 @@ def test_only_dtypes_are_read_as_dtypes(dtype):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "null"])
 def test_what_is_no_json_object_is_no_plan(text):
-    with pytest.raises(ValueError, match="this is no plan"):
+    with pytest.raises(ValueError, match="this is not a plan"):
         Plan.from_json(text)
 
 

@@ -116,13 +116,13 @@ def test_names_and_indices_convert_into_each_other():
         (to_names, {2: {}}, [0], ["a"], "'state' has the key 2, which is not an index from 0 to 0"),
         (to_names, {}, [0, 1], ["a"], "'param_groups' has the key 1"),
         (to_names, {}, [0, 0], ["a"], "lists 0 twice"),
-        (to_names, {}, [0, 1], ["a", "a"], "'a' stands for index 0 and for index 1"),
+        (to_names, {}, [0, 1], ["a", "a"], "'a' is the name of index 0 and of index 1"),
         (to_names, {"a": {}}, [0], ["a"], "the key 'a', which is not an index"),
         (to_names, {-1: {}}, [0], ["a"], "the key -1"),
         (to_indices, {"x": {}}, ["a"], ["a"], "'state' has the key 'x', which is not one of the 1 names given"),
         (to_indices, {}, ["x"], ["a"], "'param_groups' has the key 'x'"),
         (to_indices, {}, ["a", "a"], ["a"], "lists 'a' twice"),
-        (to_indices, {}, ["a"], ["a", "a"], "'a' stands for index 0 and for index 1"),
+        (to_indices, {}, ["a"], ["a", "a"], "'a' is the name of index 0 and of index 1"),
     ],
 )
 def test_unknown_and_repeated_names_are_refused(convert, state, params, names, message):

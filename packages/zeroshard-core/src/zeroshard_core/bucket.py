@@ -54,7 +54,7 @@ def bucket_layouts(plan: Plan, *, tensors: Collection[int] | None = None) -> tup
         The layouts, each with at least one slot.
 
     Raises:
-        IndexError: if there is no such tensor.
+        IndexError: if the plan has no such tensor.
     """
     chosen = range(len(plan.tensors)) if tensors is None else sorted(set(tensors))
     kinds: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}

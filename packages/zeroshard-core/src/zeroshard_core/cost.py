@@ -1,6 +1,6 @@
-"""Cost models: what a tensor weighs when owners are chosen. They time nothing, so all ranks compute the same cost.
+"""Cost models: the weight of a tensor when owners are chosen. They time nothing, so all ranks compute the same cost.
 
-A FLOP-equivalent is the time of one operation of a matrix product, a unit for memory-bound updates as well.
+A FLOP-equivalent is the time of one operation of a matrix product. It is the unit of memory-bound updates, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupCost:
 
 
 def numel(spec: TensorSpec) -> float:
-    """Weigh a tensor by its number of elements. This is the default, for tensors of one dtype."""
+    """Weigh a tensor by its number of elements. This is the default, and suits tensors of one dtype."""
     return spec.numel
 
 
@@ -62,8 +62,8 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
         **defaults: the arguments of the class, as in ``optimizer_class(params, **defaults)``.
 
     Returns:
-        The cost, in bytes. It raises ValueError for a tensor that the class cannot step. A class without state, like
-        plain SGD, costs 0.0, which balances nothing: use :func:`numel` then.
+        The cost, in bytes. It raises ValueError for a tensor that the class cannot step. It is 0.0 for a class without
+        state, such as plain SGD, which balances nothing: use :func:`numel` for such a class.
     """
     known: dict[tuple[tuple[int, ...], torch.dtype], float] = {}
 
@@ -99,10 +99,10 @@ def adam(per_element: float = 800.0) -> Cost:
 
 
 def newton_schulz(steps: int = 5) -> Cost:
-    """Weigh a tensor by the work of orthogonalising it by Newton-Schulz iterations, as Muon does.
+    """Weigh a tensor by the work of orthogonalizing it by Newton-Schulz iterations, as Muon does.
 
     An iteration on a matrix X multiplies X X^T, its square, and their sum with X (K. Jordan and others, Muon, 2024).
-    Three dimensions count as a stack of matrices, more as a convolution, flattened to (out, rest).
+    A 3-D tensor is a stack of matrices. A tensor of more dimensions is a convolution, flattened to (out, rest).
 
     >>> newton_schulz()(TensorSpec("weight", (100, 200), torch.float32))
     65000000.0
@@ -124,7 +124,7 @@ def newton_schulz(steps: int = 5) -> Cost:
 
 
 def cost_function(cost: Cost | Mapping[str, float]) -> Cost:
-    """Return a cost as a function: the given one, or the look-up in a dict by name, which is equal on all ranks.
+    """Return ``cost`` as a function. A dict gives the cost by tensor name, and must be equal on all ranks.
 
     >>> cost_function({"weight": 3.5})(TensorSpec("weight", (4,), torch.float32))
     3.5

@@ -17,12 +17,12 @@ class FlatBuffer:
     counter: a caller whose writes autograd does not see must advance the counters of the others.
 
     Args:
-        layout: where tensors lie.
+        layout: the place of each tensor.
         specs: the tensors of the plan that the layout was made for, by tensor index.
         device: the device on which to allocate the storage.
 
     Attributes:
-        layout: where tensors lie.
+        layout: the place of each tensor.
         storage: the flat tensor, 1-D, of ``layout.numel`` elements. The padding is zeros. Places are undefined until
             their tensor is adopted.
     """
@@ -86,7 +86,7 @@ class FlatBuffer:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor fills one unbroken range of memory, each element once (strided, non-overlapping, dense).
+    """Return True if a tensor fills one unbroken range of memory, each element once (strided, non-overlapping, dense).
 
     >>> is_dense(torch.empty(2, 3).t()), is_dense(torch.empty(2, 3)[:, :2])
     (True, False)

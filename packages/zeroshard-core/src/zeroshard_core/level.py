@@ -25,22 +25,22 @@ class Level:
 def level(state_cap: float = 1.02) -> Level:
     """Balance the work of tensors that stay whole, and even out state with the tensors that may be cut.
 
-    Tensors of groups that are not elementwise or have no state stay whole. The heaviest is placed first, each on the
-    rank with the least work among those that have room. Then the elementwise tensors follow, the largest first: each
-    fills the rank with the least state up to the common level, and its other rows go to the next ranks. Tensors that
-    are too small to cut come last, each on the rank with the least state, even beyond the cap.
+    Tensors of groups that are not elementwise or have no state stay whole. They are placed first, by decreasing work,
+    each on the rank with the least work among those that have room. The elementwise tensors follow, by decreasing size:
+    each fills the rank with the least state up to the common level, and its other rows go to the next ranks. Tensors
+    that are too small to cut come last. Each goes to the rank with the least state, even beyond the cap.
 
     >>> level(state_cap=1.1)
     Level(state_cap=1.1)
 
     Args:
-        state_cap: the most bytes of state of a rank, as a multiple of the mean, or of what whole tensors force if that
-            is more: the largest, or k + 1 of the k N + 1 largest on one of N ranks. If no rank has room, whole tensors
+        state_cap: the most bytes of state on a rank, as a multiple of the mean, or of a lower bound if that is more:
+            one of N ranks has at least k + 1 of the k N + 1 largest whole tensors. If no rank has room, whole tensors
             are placed by state instead of work.
 
     Returns:
         The strategy, for :func:`partition` and :func:`repartition`. These raise ValueError if whole tensors exceed the
-        cap by state too. ``"level"`` means ``level()``, but exceeds the cap instead.
+        cap even when they are placed by state. ``"level"`` means ``level()``, but exceeds the cap instead of raising.
 
     Raises:
         ValueError: if ``state_cap`` is less than 1 or not finite.
@@ -64,13 +64,13 @@ def fill_ranks(
     state_cap: float,
     must_fit: bool,
 ) -> dict[int, Parts]:
-    """Place tensors, by index: the ``whole`` ones, and others, of which a part has the ``least`` rows (0: no parts).
+    """Place the tensors in ``whole`` and in ``least``, which has the fewest rows of a part (0: the tensor is not cut).
 
-    The ranks have the work ``loads`` and the bytes of state ``held`` already.
+    Each rank already has the work in ``loads`` and the bytes of state in ``held``. Returns the parts by tensor index.
     """
     state = math.fsum(held) + math.fsum(sizes[index] for index in [*whole, *least])
     forced = min(held) + least_largest([sizes[index] for index in whole], len(held))
-    # The last digits of a sum depend on its order.
+    # Allow for rounding: the last digits of a sum depend on its order.
     limit = state_cap * max(state / len(held), forced) * (1 + 1e-9)
     for weights, before, cap in ((works, loads, limit), (sizes, held, limit), (sizes, held, math.inf)):
         parts, filled = _place_whole(whole, weights, sizes, before, held, cap)
@@ -78,7 +78,7 @@ def fill_ranks(
             break
     if must_fit and cap > limit:
         least_cap = math.ceil(state_cap * max(filled) / limit * 1e3) / 1e3
-        text = f"{max(filled):,.0f} bytes of state on a rank, which may hold {limit:,.0f}"
+        text = f"{max(filled):,.0f} bytes of state on a rank, but the cap is {limit:,.0f}"
         raise ValueError(f"tensors that stay whole put {text}; use level(state_cap={least_cap}) or more")
     by_size = sorted(least, key=sizes.__getitem__, reverse=True)
     ranks = sorted((fill, rank) for rank, fill in enumerate(filled))
@@ -105,7 +105,7 @@ def _place_whole(
 ) -> tuple[dict[int, Parts], list[float]]:
     """Place tensors on the rank with the least load that has room, the heaviest first, until no rank has room.
 
-    Returns what is placed, and the bytes of state of each rank.
+    Returns the parts of the placed tensors, by index, and the bytes of state of each rank.
     """
     parts, filled = dict[int, Parts](), list(held)
     ready, full = sorted((load, rank) for rank, load in enumerate(loads)), list[tuple[float, float, int]]()
@@ -134,7 +134,7 @@ def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int
         left = rows - start
         take = max(least, math.ceil((water - fill) / row / step) * step)
         if not heap or left - take < least:
-            # The rest is too small for a part: add it to this part if that stays under the cap, else shrink this part.
+            # The rest is too small for a part. Add it to this part if that stays under the cap, else shrink this part.
             fits = not heap or left < 2 * least or fill + left * row <= cap
             take = left if fits else (left - least) // step * step
         after.append((fill + take * row, rank))
@@ -148,7 +148,7 @@ def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int
 def least_rows(spec: TensorSpec, smallest_part: int) -> int:
     """Return the fewest rows of a part of a tensor, a multiple of its ``cut_step``; 0 if the tensor cannot be cut."""
     if smallest_part < 1:
-        raise ValueError(f"the smallest part of a cut tensor should have at least 1 element, but has {smallest_part}")
+        raise ValueError(f"smallest_part should be at least 1 element, but is {smallest_part}")
     if spec.numel < 2 * smallest_part:
         return 0
     step = spec.cut_step

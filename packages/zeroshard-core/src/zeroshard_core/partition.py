@@ -1,4 +1,4 @@
-"""Chooses owners: strategies that place tensors on ranks, and the functions that make plans of the result.
+"""Chooses owners: strategies that place tensors on ranks, and the functions that make plans from them.
 
 Every function is deterministic and depends only on its arguments, so every rank computes the same plan.
 """
@@ -24,7 +24,7 @@ Strategy = Callable[[Sequence[TensorSpec], Sequence[float], Cost], Sequence[Owne
 """A function of (tensors to place, loads so far per rank, cost) that returns the owners of each of these tensors."""
 
 SMALLEST_PART = 16_384
-"""Fewest elements of a part of a cut tensor. Smaller parts would cost more in calls than they even out."""
+"""The fewest elements of a part of a cut tensor. The calls for smaller parts would cost more than the balance saves."""
 
 
 def partition(
@@ -38,8 +38,8 @@ def partition(
 ) -> Plan:
     """Choose an owner for every element of every tensor.
 
-    Tensors that are not trainable are placed after the others, by what they weigh, on top of them. They do not count in
-    the loads of the plan until they are trainable.
+    Tensors that are not trainable are placed last, by cost, on top of the loads of the others. They do not count in the
+    loads of the plan until they are trainable.
 
     >>> import torch
     >>> specs = [TensorSpec(name, (size,), torch.float32) for name, size in [("a", 3), ("b", 2), ("c", 2)]]
@@ -47,28 +47,28 @@ def partition(
     ((0,), (1,), (1,))
 
     Args:
-        tensors: what to place.
+        tensors: the tensors to place.
         world_size: number of ranks.
         strategy: ``"whole"``, ``"split"``, ``"level"`` (see the functions of these names), the value of :func:`level`,
             or a function, which is called again for the tensors that are not trainable.
         cost: the weight of a tensor, a function or a dict by name. A part of a tensor weighs its share of the elements.
         smallest_part: fewest elements of a part of a cut tensor; ``"whole"`` and functions ignore it.
-        groups: replaces ``cost``: the costs of the tensors of each ``TensorSpec.group``. ``"level"`` needs it.
+        groups: the costs of the tensors of each ``TensorSpec.group``, instead of ``cost``. ``"level"`` needs them.
 
     Returns:
         The plan. ``"level"`` warns if there are more ranks than :attr:`Plan.useful_ranks`.
 
     Raises:
-        ValueError: if an argument has an invalid value, ``cost`` is passed beside ``groups``, a cost is negative or not
-            finite, the strategy returns owners that are not possible, or ``"level"`` cannot meet its cap.
-        TypeError: if the strategy or the cost, or what one of them returns, has the wrong type.
+        ValueError: if an argument has an invalid value, both ``cost`` and ``groups`` are passed, a cost is negative or
+            not finite, the strategy returns owners that are not possible, or ``"level"`` cannot meet its cap.
+        TypeError: if the strategy, the cost, or a value that one of them returns has the wrong type.
     """
     empty = Plan(world_size, (), (), (0.0,) * world_size)
     plan = repartition(empty, tensors, strategy=strategy, cost=cost, smallest_part=smallest_part, groups=groups)
     if (strategy == "level" or isinstance(strategy, Level)) and (plan.useful_ranks or world_size) < world_size:
         whole = [index for index, ranks in enumerate(plan.owners) if len(ranks) == 1]
         name = plan.tensors[max(whole, key=plan.weights.__getitem__)].name
-        text = f"only {plan.useful_ranks} of {world_size} ranks are useful: {name!r} stays whole, exceeding the mean"
+        text = f"only {plan.useful_ranks} of {world_size} ranks are useful: {name!r} stays whole and exceeds the mean"
         warnings.warn(text, stacklevel=2)
     return plan
 
@@ -82,10 +82,10 @@ def repartition(
     smallest_part: int = SMALLEST_PART,
     groups: Sequence[GroupCost] = (),
 ) -> Plan:
-    """Place tensors that were added, on top of the loads of the others, which keep their owners.
+    """Place added tensors on top of the loads of the tensors in ``plan``, which keep their owners.
 
-    ``tensors`` are the tensors of ``plan`` at their places, perhaps frozen, unfrozen or of another dtype, and then the
-    tensors to add, which the strategy sees alone. The other arguments are as for :func:`partition`.
+    ``tensors`` are first the tensors of ``plan`` in the same order, perhaps frozen, unfrozen or of another dtype, then
+    the tensors to add. The strategy gets only the latter. The other arguments are as for :func:`partition`.
 
     Returns:
         The plan for ``tensors``.
@@ -102,15 +102,15 @@ def repartition(
     parts: dict[int, Parts] = dict(enumerate(zip_longest(plan.owners, plan.starts, fillvalue=())))
     trained = [index for index in everything if specs[index].trainable]
     has_frozen = not all(spec.trainable for spec in specs[len(parts) :])
-    # Frozen tensors come last: those that are trained are spread as if there were no others.
+    # Place frozen tensors last, so that trainable tensors are spread as if there were no others.
     for counted in (trained, everything) if has_frozen else (trained,):
         part = [index for index in counted if index not in parts]
         others = {index: parts[index] for index in counted if index in parts}
         loads = _loads(plan.world_size, specs, others, works)
         if strategy == "level" or isinstance(strategy, Level):
             if not groups:
-                raise ValueError('the strategy "level" needs `groups`: what the tensors of each param group cost')
-            # If no class has state, the bytes of the parameters stand for it.
+                raise ValueError('the strategy "level" needs `groups`: the costs of the tensors of each param group')
+            # If no class has state, even out the bytes of the parameters instead.
             sizes = states if any(states[index] for index in counted) else [float(spec.nbytes) for spec in specs]
             may_cut = [index for index in part if sizes[index] > 0 and groups[specs[index].group].elementwise]
             least = {index: least_rows(specs[index], smallest_part) for index in may_cut}
@@ -123,7 +123,7 @@ def repartition(
             owners = _chosen(strategy, [specs[index] for index in part], loads, work, smallest_part)
             placed = {index: (ranks, ()) for index, ranks in zip(part, owners, strict=True)}
         for index, (ranks, _) in placed.items():
-            # Before they are weighed: the caller's strategy may return ranks that do not exist.
+            # Check before computing loads, because the caller's strategy may return ranks that do not exist.
             check_owners(index, specs[index], ranks, plan.world_size)
         parts |= placed
     loaded = {index: parts[index] for index in trained}
@@ -168,9 +168,9 @@ def split(
     """Cut every tensor that is large enough, between rows, in the order of ``tensors``; for elementwise optimizers.
 
     With this :data:`Strategy`, a tensor has ``min(N, rows // ceil(smallest_part / elements of a row))`` parts on N
-    ranks, at least one, where a row stands for :attr:`TensorSpec.cut_step` rows. The ranks with the least load so far
-    get them, the least loaded the largest. The order lets the ranks share every bucket of DistributedDataParallel
-    evenly.
+    ranks, at least one, where a row stands for :attr:`TensorSpec.cut_step` rows. They go to the ranks with the least
+    load so far, and the largest part goes to the least loaded rank. Tensors are cut in order, so that the ranks share
+    every bucket of DistributedDataParallel evenly.
 
     Raises:
         ValueError: if ``smallest_part`` is less than 1.
@@ -205,7 +205,7 @@ def _shares(spec: TensorSpec, weight: float, parts: int, starts: Sequence[int] =
 def _loads(
     world_size: int, specs: Sequence[TensorSpec], parts: Mapping[int, Parts], weights: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return what the tensors in ``parts`` weigh, per rank."""
+    """Return the load of each rank from the tensors in ``parts``."""
     loads = [0.0] * world_size
     for index, (ranks, rows) in parts.items():
         for rank, share in zip(ranks, _shares(specs[index], weights[index], len(ranks), rows), strict=True):
@@ -218,20 +218,20 @@ def _check_arguments(
 ) -> None:
     known = len(plan.tensors)
     if len(specs) < known:
-        raise ValueError(f"the plan has {known} tensors, which cannot be taken away, but only {len(specs)} are given")
+        raise ValueError(f"the plan has {known} tensors, which cannot be removed, but only {len(specs)} are given")
     for index, (before, now) in enumerate(zip(plan.tensors, specs, strict=False)):
         if before.numel != now.numel:
             named = f"tensor {index} {now.name!r}"
             raise ValueError(f"{named} keeps its owners, but has {now.numel} elements instead of {before.numel}")
     if groups and cost is not numel:
-        raise ValueError("costs are given twice: leave out `cost`, or `groups`")
+        raise ValueError("both `cost` and `groups` are given: leave one of them out")
     for index, spec in enumerate(specs if groups else ()):
         if not 0 <= spec.group < len(groups):
-            raise ValueError(f"tensor {index} {spec.name!r} is of group {spec.group}, but `groups` are {len(groups)}")
+            raise ValueError(f"tensor {index} {spec.name!r} is of group {spec.group}, but `groups` has {len(groups)}")
 
 
 def _checked(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
-    """Return a cost that raises for what is no weight, and is 0 for integers, which are never trained."""
+    """Return a cost that raises if a weight is invalid, and is 0 for integer tensors, which are never trained."""
     if cost is numel:
         # The default needs no check and is called often.
         return numel
@@ -258,12 +258,12 @@ def _checked(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
 def _chosen(
     strategy: str | Strategy, tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost, smallest_part: int
 ) -> list[Owners]:
-    """Return the owners that a strategy chooses; raise TypeError if a function of the caller returns no owners."""
+    """Return the owners that a strategy chooses; raise TypeError if the caller's function returns anything else."""
     choices = ", ".join(map(repr, [*STRATEGIES, "level"]))
     if strategy == "split":
         return split(tensors, loads, cost, smallest_part=smallest_part)
     if strategy == "hybrid":
-        raise ValueError('the strategy "hybrid" is withdrawn: use "level"')
+        raise ValueError('the strategy "hybrid" was removed: use "level"')
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}; choose one of {choices}, or a function")

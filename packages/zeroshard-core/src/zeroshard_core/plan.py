@@ -18,8 +18,8 @@ class Plan:
     """Which rank owns which rows of which tensor.
 
     A tensor has one owner, or is cut between rows (see :class:`Shard`) into one part for each of several owners. Parts
-    begin at the rows in ``starts``. Without them they differ by at most :attr:`TensorSpec.cut_step` rows, and the first
-    owners have the larger parts.
+    begin at the rows in ``starts``. If it is empty, they differ by at most :attr:`TensorSpec.cut_step` rows, and the
+    first owners have the larger parts.
 
     >>> import torch
     >>> plan = Plan(2, (TensorSpec("weight", (3, 64), torch.float32),), ((1, 0),), (64.0, 128.0))
@@ -78,11 +78,11 @@ class Plan:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """All parts, by tensor and row. Each access makes them: a large model on many ranks has millions."""
+        """All shards, by tensor and row. Each access makes new ones, millions for a large model on many ranks."""
         return tuple([shard for tensor in range(len(self.tensors)) for shard in self.of_tensor(tensor)])
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """Return what a rank owns, by tensor index; raise IndexError if there is no such rank."""
+        """Return the shards that a rank owns, by tensor index; raise IndexError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"there is no rank {rank}; the plan is for {self.world_size} ranks")
         mine = [(index, ranks.index(rank)) for index, ranks in enumerate(self.owners) if rank in ranks]
@@ -94,7 +94,7 @@ class Plan:
         return tuple([self._part(tensor, rank, *rows) for rank, rows in owned])
 
     def is_cut(self, tensor: int) -> bool:
-        """Tell whether a tensor has several owners; raise IndexError if there is no such tensor."""
+        """Return True if a tensor has several owners; raise IndexError if there is no such tensor."""
         return len(self._owners_of(tensor)) > 1
 
     @cached_property
@@ -119,7 +119,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> float:
-        """A lower bound of the largest load: the mean, an uncut tensor, or k + 1 of the k N + 1 heaviest uncut ones."""
+        """A lower bound of the largest load: the mean, or the load that uncut tensors force on one of the ranks."""
         whole = [weight for weight, ranks in zip(self.weights, self.owners, strict=False) if len(ranks) == 1]
         return max(math.fsum(self.loads) / self.world_size, self.heaviest, least_largest(whole, self.world_size))
 
@@ -207,7 +207,7 @@ def _imbalance(loads: Sequence[float]) -> float:
 
 
 def least_largest(weights: Sequence[float], world_size: int) -> float:
-    """Return a lower bound of the largest load: of the k N + 1 heaviest tensors, k + 1 share one of N ranks."""
+    """Return a lower bound of the largest load: one of N ranks has at least k + 1 of the k N + 1 heaviest tensors."""
     sums = [0.0, *accumulate(sorted(weights, reverse=True))]
     shared = range((len(weights) - 1) // world_size + 1)
     return max((sums[k * world_size + 1] - sums[k * world_size - k] for k in shared), default=0.0)
@@ -230,11 +230,11 @@ def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
 def check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_size: int) -> None:
     """Raise a ValueError that names the tensor if it cannot belong to these ranks."""
     if len(ranks) == 1 and 0 <= ranks[0] < world_size:
-        # Most tensors have one owner: this decides how long a plan takes.
+        # Return early for tensors with one owner: most have one, and a plan would take longer otherwise.
         return
     named = f"tensor {index} {spec.name!r}"
     if not ranks or len({*ranks}) < len(ranks) or not all(0 <= rank < world_size for rank in ranks):
-        raise ValueError(f"{named} should have owners of ranks 0 to {world_size - 1}, each once, but has {[*ranks]}")
+        raise ValueError(f"{named} should have distinct owners among ranks 0 to {world_size - 1}, but has {[*ranks]}")
     possible = max(1, spec.rows // spec.cut_step if spec.numel else 1)
     if len(ranks) > possible:
         text = f"{named} of shape {spec.shape} has {len(ranks)} owners, but can be cut into {possible} parts only"
@@ -247,7 +247,7 @@ def _uneven(index: int, spec: TensorSpec, ranks: tuple[int, ...], starts: tuple[
         return ()
     named, step = f"tensor {index} {spec.name!r}", spec.cut_step
     if len(starts) != len(ranks):
-        raise ValueError(f"{named} has {len(ranks)} owners, but first rows of {len(starts)} parts")
+        raise ValueError(f"{named} has {len(ranks)} owners, but `starts` has {len(starts)} parts")
     ascend = all(start < stop for start, stop in pairwise([*starts, max(1, spec.rows)]))
     if starts[0] != 0 or not ascend or any(start % step for start in starts):
         raise ValueError(f"{named} should be cut at ascending multiples of {step} from 0 to {spec.rows}, not {starts}")

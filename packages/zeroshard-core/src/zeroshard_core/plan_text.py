@@ -43,7 +43,7 @@ def write_json(plan: Plan) -> str:
     content: dict[str, Any] = {"format": FORMAT, "version": UNEVEN if plan.starts else VERSION}
     for field in fields(plan):
         value = getattr(plan, field.name)
-        # Older releases do not write the fields whose default is ().
+        # Older releases do not write the fields whose default is (), so leave them out if they are empty.
         if value or field.default != ():
             content[field.name] = value
     return json.dumps(content, default=_fields_of)
@@ -54,12 +54,12 @@ def read_json(text: str, plan_class: type[Plan]) -> Plan:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is no plan: the text is not valid JSON ({error})") from error
+        raise ValueError(f"this is not a plan: the text is not valid JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f'this is no plan: it lacks "format": "{FORMAT}"')
+        raise ValueError(f'this is not a plan: it lacks "format": "{FORMAT}"')
     version = content.get("version")
     if version not in (VERSION, UNEVEN):
-        raise ValueError(f"this plan has version {version!r}, but this release reads version {VERSION} and {UNEVEN}")
+        raise ValueError(f"this plan has version {version!r}, but this release reads versions {VERSION} and {UNEVEN}")
     kinds = get_type_hints(plan_class)
     names = [field.name for field in fields(plan_class) if field.name in content or field.default != ()]
     return plan_class(**{name: _read(content.get(name), name, kinds[name]) for name in names})

@@ -54,7 +54,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all kinds, in bytes; of temporaries and transient buckets, which never meet, the larger one."""
+        """The sum in bytes; of temporaries and transient buckets, which never coexist, only the larger one counts."""
         kept = self.parameters + self.buffers + self.gradients + self.state + self.staging
         return kept + max(self.temporaries, self.transient)
 
@@ -92,7 +92,7 @@ def predict(
     grad_dtype: torch.dtype | None = None,
     transient: Sequence[int] | None = None,
 ) -> Prediction:
-    """Predict what each rank of a plan holds and sends when the model is trained data-parallel.
+    """Predict how many bytes each rank of a plan holds and sends in data-parallel training.
 
     >>> plan = Plan(2, (TensorSpec("weight", (4, 64), torch.float32),), ((0, 1),), (128.0, 128.0))
     >>> adam = GroupBytes(lambda spec: 2 * spec.nbytes, gradients=lambda spec: 0, update=lambda spec: spec.nbytes)
@@ -108,8 +108,8 @@ def predict(
         reduces_to_owner: whether a communication hook sends each gradient to its owner alone. If not, DDP all-reduces
             gradients in a ring: each of N ranks sends 2 (N - 1) / N of their bytes.
         grad_dtype: the dtype of gradients; None for the dtype of each parameter.
-        transient: for each rank, what the buckets in flight add at the peak of backward to the gradients that it owns,
-            in bytes, if gradients are sharded; None if DistributedDataParallel keeps all gradients.
+        transient: if gradients are sharded, the bytes that buckets in flight add to the gradients that each rank owns,
+            at the peak of backward; None if DistributedDataParallel keeps all gradients.
 
     Raises:
         ValueError: if an optimizer class cannot step one of the tensors.

@@ -26,7 +26,7 @@ class StateEntry:
     Attributes:
         shape: the shape of a tensor; ``()`` for a number, None for any other value.
         dtype: the dtype of a tensor, else None.
-        nbytes: the size of all tensors in it, including those that a quantised tensor or an object holds, in bytes.
+        nbytes: the size of all tensors in it, including those that a quantized tensor or an object holds, in bytes.
     """
 
     shape: tuple[int, ...] | None
@@ -62,7 +62,7 @@ def probe(cls: _Factory, hyperparameters: Mapping[str, Any], tensors: Iterable[T
 
 
 def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, *, foreach: bool = False) -> int:
-    """Return the peak of the temporaries of an update of a tensor, in bytes. State does not count.
+    """Return the peak size of the temporaries of an update of a tensor, in bytes, without the state.
 
     >>> spec = TensorSpec("weight", (10, 4), torch.float32)
     >>> update_bytes(torch.optim.Adam, {}, spec), update_bytes(torch.optim.Adam, {}, spec, foreach=True)
@@ -77,7 +77,7 @@ def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: Tensor
 def _step(
     cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, *, steps: int = 1, foreach: bool = False
 ) -> tuple[dict[str, StateEntry], int]:
-    """Return the state after ``steps`` steps, and the peak of what the last step allocated besides it, in bytes."""
+    """Return the state after ``steps`` steps, and the peak of the temporaries of the last step, in bytes."""
     given = {key: value for key, value in hyperparameters.items() if key not in _IMPLEMENTATIONS}
 
     def on(device: str) -> tuple[dict[str, StateEntry], int]:
@@ -140,7 +140,7 @@ class _Allocations(DispatchMode):
             if func is ATEN_ITEM:
                 self._asked += 1
                 if self._asked > _MOST_QUESTIONS:
-                    raise RuntimeError("the class asks for values without end, and 1 is always the answer")
+                    raise RuntimeError("the class keeps reading values, each of which is 1 on the meta device")
                 return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else False
             if func in _QUESTIONS:
                 return False

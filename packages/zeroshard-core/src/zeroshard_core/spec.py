@@ -1,4 +1,4 @@
-"""The items of a plan: tensors described by numbers, and the rows of a tensor that a rank owns."""
+"""The items of a plan: descriptions of tensors, and the rows of a tensor that a rank owns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from operator import index
 import torch
 
 ALIGNMENT = 64
-"""Cuts lie at multiples of this many elements. Vectorised kernels round an incomplete last vector in another way, but
-a step of the parts must give the same bits as a step of the whole tensor."""
+"""Cuts lie at multiples of this many elements. Vectorized kernels round an incomplete last vector differently, but a
+step of the parts must give the same bits as a step of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TensorSpec:
         numel: number of elements, computed from the shape.
 
     Raises:
-        TypeError, ValueError: if the dtype is no ``torch.dtype``, a size is negative, or strides leave gaps or overlap.
+        TypeError, ValueError: if the dtype is not a torch.dtype, a size is negative, or strides leave gaps or overlap.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Shard:
         rank: the owner.
         dim: the dimension along which rows are counted.
         start, stop: first row, and one past the last.
-        row_numel: number of elements of a row; 0 for an empty tensor, which has an owner too.
+        row_numel: number of elements of a row; 0 for an empty tensor, which also has an owner.
     """
 
     tensor: int

@@ -61,7 +61,7 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
         New dicts and lists around the same values.
 
     Raises:
-        StateMapError: if two indices have one name, or an index has no name or is in two places.
+        StateMapError: if two indices have the same name, or an index has no name or is listed twice.
     """
     indices = {index: name for name, index in _positions(names).items()}
     return _rekeyed(state_dict, indices, f"an index from 0 to {len(names) - 1}")
@@ -101,7 +101,7 @@ def _positions(names: Sequence[str]) -> dict[str, int]:
     positions: dict[str, int] = {}
     for index, name in enumerate(names):
         if name in positions:
-            raise StateMapError(f"the name {name!r} stands for index {positions[name]} and for index {index}")
+            raise StateMapError(f"the name {name!r} is the name of index {positions[name]} and of index {index}")
         positions[name] = index
     return positions
 
@@ -109,7 +109,7 @@ def _positions(names: Sequence[str]) -> dict[str, int]:
 def _rekeyed(state_dict: Mapping[str, Any], renamed: Mapping[Any, Any], expected: str) -> dict[str, Any]:
     for section in ("state", "param_groups"):
         if section not in state_dict:
-            raise StateMapError(f"this is no state dict of an optimizer: it lacks {section!r}")
+            raise StateMapError(f"this is not a state dict of an optimizer: it lacks {section!r}")
     listed = [key for group in state_dict["param_groups"] for key in group["params"]]
     for where, keys in (("state", state_dict["state"]), ("param_groups", listed)):
         for key in keys:
