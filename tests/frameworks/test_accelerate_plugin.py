@@ -170,7 +170,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
         with raises_on(ValueError, ranks=[0, 1], match="pass gradients='ddp' or 'sharded', and"):
             new({}, **wrong)
     hook = {"comm_hook": DDPCommunicationHookType.FP16}
-    with raises_on(ValueError, ranks=[0, 1], match="no DistributedDataParallel, which has the options comm_hook"):
+    with raises_on(ValueError, ranks=[0, 1], match="not use DistributedDataParallel or its options comm_hook"):
         new(hook, gradients="sharded")
     plugin = new({"find_unused_parameters": True, "bucket_cap_mb": 1}, gradients="sharded")
     model = nn.Linear(2, 2)
@@ -191,7 +191,7 @@ def test_two_optimizers_of_one_model_are_refused(plugin):
     forget_accelerator()
     model = nn.Linear(8, 16)
     optimizers = [ZeroRedundancyOptimizer([param], optim.AdamW, lr=1e-2) for param in model.parameters()]
-    match = "got 2: give one optimizer a class per param group, or leave the hook out, or wrap a model for each"
+    match = "got 2: use one optimizer with a class per param group, or leave the hook out, or wrap one model per"
     with raises_on(TypeError, ranks=[0, 1], match=match):
         ZeroShardPlugin(Accelerator(cpu=True), **PLUGINS[plugin]).prepare(model, *optimizers)
 
@@ -200,7 +200,7 @@ def test_two_optimizers_of_one_model_are_refused(plugin):
 def test_an_optimizer_without_its_model_is_refused():
     _, _, _, plugin = prepare_small_model()
     optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), optim.AdamW)
-    with pytest.raises(ValueError, match="without a model whose parameters it has"):
+    with pytest.raises(ValueError, match="without the model of its parameters"):
         plugin.prepare(nn.Linear(2, 2), optimizer)
 
 

@@ -125,9 +125,7 @@ def test_several_optimizers_are_refused_on_every_rank(framework):
             return [made([param], torch.optim.SGD, lr=0.1) for param in self.model.parameters()]
 
     module, options = Module(), {"accelerator": "cpu", "devices": 2, "strategy": "ddp_zeroshard"}
-    match = (
-        "got|returned|received) 2: give one optimizer a class per param group, or leave the hook out, or wrap a model"
-    )
+    match = "got|returned|received) 2: use one optimizer with a class per param group, or leave the hook out, or wrap"
     with raises_on(TypeError, ranks=[0, 1], match=f"({match}"):
         if framework == "lightning":
             trainer = pl.Trainer(**options, logger=False, enable_checkpointing=False)
@@ -287,7 +285,7 @@ def test_a_module_has_no_hooks_after_training(fails, tmp_path, monkeypatch):
     [
         ({"gradients": "shard"}, "gradients='shard', accumulate='owner': pass gradients='ddp' or 'sharded', and"),
         ({"gradients": "sharded", "accumulate": "all"}, "accumulate='all': pass gradients='ddp' or 'sharded', and"),
-        ({"gradients": "sharded", "init_sync": False}, "no DistributedDataParallel, which has the options init_sync"),
+        ({"gradients": "sharded", "init_sync": False}, "not use DistributedDataParallel or its options init_sync"),
     ],
     ids=["gradients", "accumulate", "init_sync"],
 )

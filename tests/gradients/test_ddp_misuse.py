@@ -131,7 +131,7 @@ def test_several_optimizers_of_a_stepping_hook_are_refused(hook: str) -> None:
     optimizers = [
         ZeroRedundancyOptimizer(part, optim.SGD, overlap_with_ddp=True, lr=0.1) for part in (params[:2], params[2:])
     ]
-    with pytest.raises(TypeError, match="takes one optimizer of a model, but got 2"):
+    with pytest.raises(TypeError, match="expects one optimizer, but got 2"):
         register(hook, ddp, optimizers)  # type: ignore[arg-type]
 
 

@@ -45,7 +45,7 @@ def two_backwards_over_one_forward(loop: Loop, number: int) -> None:
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_gradients_that_no_backward_has_reduced_are_refused() -> None:
-    match = "no backward inside Join has reduced, so the part of the first one is unknown"
+    match = "no backward inside Join has reduced, so the gradients of the first one are unknown"
     # Nothing is refused while all have data.
     Uneven([3, 3, 3]).train(two_backwards_over_one_forward)
     for numbers in ([1, 4, 4], [4, 4, 0]):
@@ -107,7 +107,7 @@ def test_what_cannot_be_told_to_ranks_that_have_ended_is_refused() -> None:
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_static_graph_on_a_rank_without_a_batch_is_refused() -> None:
     uneven = short([0, 3], ddp={"static_graph": True})
-    uneven.refuse(usual, "learns a static_graph in the first batch: give every rank one", error=ValueError)
+    uneven.refuse(usual, "needs one batch to record a static graph: give every rank a batch", error=ValueError)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -120,7 +120,7 @@ def test_sparse_gradients_on_a_rank_with_too_few_batches_are_refused(rank: int, 
     uneven = short([least, 3], model=lambda: nn.Embedding(20, 3, sparse=True), loss=loss, optimizer="SGD without decay")
     uneven.refuse(
         usual,
-        "learns in two batches of the sparse gradients of .*: give every rank two",
+        "needs two batches to record the sparse gradients of .*: give every rank two",
         error=ValueError,
         until=UNCHECKED,
     )
@@ -165,7 +165,7 @@ def test_what_is_refused_at_once() -> None:
     for joinables, error, match in (
         ([], ValueError, "at least one joinable"),
         ([uneven.ddp, uneven.ddp, uneven.optimizer], ValueError, "twice"),
-        ([nn.Linear(1, 1)], TypeError, "Linear is none"),
+        ([nn.Linear(1, 1)], TypeError, "Join expects Joinable objects, but got Linear"),
         ([uneven.ddp, theirs], ValueError, r"use zeroshard.ZeroRedundancyOptimizer"),
         ([uneven.ddp, other.optimizer], ValueError, "same process group"),
         ([uneven.optimizer, uneven.ddp], ValueError, r"write Join\(\[ddp, optimizer\]\)"),
@@ -174,18 +174,18 @@ def test_what_is_refused_at_once() -> None:
         ([optimizer], ValueError, HOOK_LEFT_OUT),
         ([compressed], ValueError, HOOK_LEFT_OUT),
         ([uneven.ddp, model, uneven.optimizer], ValueError, "but got 2 and 1: put several models into one module"),
-        ([uneven.ddp, uneven.optimizer, second], ValueError, "but got 1 and 2: .*one optimizer a class per param"),
+        ([uneven.ddp, uneven.optimizer, second], ValueError, "but got 1 and 2: .*one optimizer with a class per param"),
     ):
         with pytest.raises(error, match=match):
             Join(joinables)
     with (
-        pytest.raises(RuntimeError, match="in a Join block already"),
+        pytest.raises(RuntimeError, match="already in a Join block"),
         Join([uneven.ddp, uneven.optimizer]),
         Join([uneven.ddp, uneven.optimizer]),
     ):
         pass
     join = Join([uneven.ddp, uneven.optimizer])
-    with pytest.raises(RuntimeError, match="in a Join block already"), join, join:
+    with pytest.raises(RuntimeError, match="already in a Join block"), join, join:
         pass
     uneven.check(usual)
 
@@ -294,7 +294,7 @@ def test_parameters_that_are_trained_only_after_a_rank_has_run_out_are_refused(r
 @pytest.mark.ranks(2, backend="gloo")
 def test_leaving_after_the_first_forward_is_refused() -> None:
     # Its calls are zero, the forward, the backward, step.
-    with pytest.raises(ValueError, match="leave the loop before that, or after the backward"):
+    with pytest.raises(ValueError, match="leave the loop before it, or after the backward"):
         Uneven([4, 4], calls=[2, 99]).train(usual)
 
 

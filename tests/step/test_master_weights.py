@@ -260,7 +260,7 @@ def test_mixed_precision_of_ddp_is_refused_with_a_hook(steps_early: bool) -> Non
     ddp = DistributedDataParallel(model, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     optimizer = sharded_over(model, overlap_with_ddp=steps_early)
     register = partial(hook_with_zero_step, allreduce_hook) if steps_early else register_reduce_to_owner
-    with pytest.raises(ValueError, match=r"mixed_precision=...\) has a communication hook of its own"):
+    with pytest.raises(ValueError, match=r"mixed_precision=...\) has its own communication hook"):
         register(ddp, optimizer)
     # It is as it was, and steps without a hook.
     train(model, optimizer, range(1))

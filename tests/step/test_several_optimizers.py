@@ -47,7 +47,7 @@ def test_one_of_two_optimizers_may_step_every_second_backward(partition: str) ->
 def test_a_hook_for_several_is_refused() -> None:
     model = small_model()
     optimizers: Any = [ZeroRedundancyOptimizer([param], optim.SGD, lr=0.1) for param in model.parameters()]
-    match = "in a list: give one optimizer a class per param group, or leave the hook out, or wrap a model for each"
+    match = "in a list: use one optimizer with a class per param group, or leave the hook out, or wrap one model per"
     with pytest.raises(TypeError, match=match):
         register_reduce_to_owner(DistributedDataParallel(model), optimizers)
 
@@ -55,5 +55,5 @@ def test_a_hook_for_several_is_refused() -> None:
 def test_what_is_no_sharded_optimizer_is_refused() -> None:
     model = small_model()
     plain: Any = optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"takes a zeroshard\.ZeroRedundancyOptimizer, and not a SGD"):
+    with pytest.raises(TypeError, match=r"expects a zeroshard\.ZeroRedundancyOptimizer, but got a SGD"):
         register_reduce_to_owner(DistributedDataParallel(model), plain)

@@ -1,3 +1,3 @@
-"""Communication hooks of DistributedDataParallel and Join, for the optimizers of zeroshard."""
+"""Communication hooks for DistributedDataParallel, Join, and training frameworks, for zeroshard's optimizers."""
 
 __version__ = "0.1.0"

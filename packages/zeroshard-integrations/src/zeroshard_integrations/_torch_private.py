@@ -18,24 +18,24 @@ TESTED_WITH = "2.15"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _REDUCER = "torch.distributed.Reducer"
 USED: Mapping[str, str] = {
-    "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward, in order with DDP's",
+    "torch.autograd.Variable._execution_engine": "calls a function at the end of a backward, after DDP's callbacks",
     "torch._C._current_graph_task_id": "whether DDP calls a hook in a backward, or for torch's Join",
-    "torch._C._will_engine_execute_node": "whether a backward adds to .grad, or torch.autograd.grad() only reads",
+    "torch._C._will_engine_execute_node": "whether a backward adds to .grad, or torch.autograd.grad() only returns",
     f"{_DDP}._comm_hooks": "whether there is a hook in Python",
-    f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which is not in that list",
-    f"{_DDP}._has_rebuilt_buckets": "whether the next forward rebuilds buckets, which exchanges the tensors in .grad",
-    f"{_DDP}._check_and_sync_module_buffers": "a part of a forward that a rank without data must make",
+    f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which _comm_hooks does not list",
+    f"{_DDP}._has_rebuilt_buckets": "whether the next forward rebuilds buckets, which replaces the tensors in .grad",
+    f"{_DDP}._check_and_sync_module_buffers": "part of the forward, which a rank without data runs",
     f"{_DDP}._check_global_requires_backward_grad_sync": "the same",
     f"{_REDUCER}._rebuild_buckets": "the same",
-    f"{_REDUCER}._get_zeros_like_grad_buckets": "a part of a backward that a rank without data must make",
+    f"{_REDUCER}._get_zeros_like_grad_buckets": "part of the backward, which a rank without data runs",
     f"{_REDUCER}._run_comm_hook": "the same",
     f"{_REDUCER}._push_all_rebuilt_params": "the same",
     f"{_REDUCER}._get_local_used_map": "the same",
-    f"{_REDUCER}._set_forward_pass_work_handle": "by how many ranks gradients are divided",
-    "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
-    "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
-    "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
-    "torch._C._distributed_c10d._create_work_from_future": "the number of ranks, in the form in which DDP takes it",
+    f"{_REDUCER}._set_forward_pass_work_handle": "sets the number of ranks by which gradients are divided",
+    "torch._disable_dynamo": "keeps torch.compile out of our code; torch.compiler.disable imports the compiler",
+    "torch.distributed.algorithms.join.Joinable._join_config": "whether a joinable is in a Join context",
+    "torch.distributed.algorithms.join._JoinConfig": "the same; its value outside of any context",
+    "torch._C._distributed_c10d._create_work_from_future": "passes the number of ranks in the form that DDP expects",
 }
 
 check_names("zeroshard_integrations", USED, TESTED_WITH)
@@ -53,7 +53,7 @@ JoinConfig = _JoinConfig
 
 
 def mark_ignored(ddp: DistributedDataParallel) -> None:
-    """Mark parameters that DDP ignores as torch marks them, unless a script has only listed their names."""
+    """Mark the parameters that DDP ignores, as torch does, because a script may only have listed their names."""
     for name, param in ddp.module.named_parameters():
         if name in ddp.parameters_to_ignore:
             vars(param)["_ddp_ignored"] = True
@@ -65,7 +65,7 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 
 
 def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:
-    """Do what the other ranks' forward, with or without gradients, does before it computes. Collective."""
+    """Run the collectives that a forward of other ranks, with or without gradients, runs before it computes."""
     if with_grad and ddp.reducer._rebuild_buckets():
         ddp.__dict__["_has_rebuilt_buckets"] = True
     ddp._check_and_sync_module_buffers()
@@ -74,7 +74,7 @@ def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:
 
 
 def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
-    """Set by how many ranks the next backward divides its gradients; None for the size of the group."""
+    """Set the number of ranks by which the next backward divides gradients; None for the size of the group."""
     found: Future[list[torch.Tensor]] = Future()
     found.set_result([torch.tensor([ranks or 0], device="cpu")])
     # torch's stubs leave it out.
@@ -84,7 +84,7 @@ def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
 
 def join_config(joinable: Joinable) -> JoinConfig:
     """Return the config that a Join context has set in a joinable, or the config outside of any context."""
-    # A joinable that does not call its base class has none before its first context.
+    # A joinable that does not call its base class's constructor has none before its first context.
     config: JoinConfig = getattr(joinable, "_join_config", JoinConfig.construct_disabled_join_config())
     return config
 

@@ -1,6 +1,6 @@
 """Trains with sharded optimizers under Hugging Face's Accelerate, and lets ``save_state`` save the whole state.
 
-:class:`~zeroshard.ZeroRedundancyOptimizer` is importable from here too, so that a script needs only one import.
+:class:`~zeroshard.ZeroRedundancyOptimizer` can be imported from here too, so that a script needs only one import.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ ParamGroups = Callable[[nn.Module], Sequence[Mapping[str, Any]]]
 
 
 class ZeroShardPlugin:
-    """Prepares models and their sharded optimizers with an ``Accelerator``, in the place of its ``prepare()``.
+    """Prepares models and their sharded optimizers. Call its ``prepare()`` instead of the ``Accelerator``'s.
 
     Each model that Accelerate wraps in DistributedDataParallel gets the communication hook
     :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. ``accelerator.save_state()``, called on every rank,
-    consolidates the state first: it saves the files of the plain optimizer, and ``accelerator.load_state()`` loads
-    them at any number of ranks. Use all other methods of the accelerator as with a plain optimizer.
+    consolidates the state first: it saves the same files as for a plain optimizer, and ``accelerator.load_state()``
+    loads them on any number of ranks. Use all other methods of the accelerator as with a plain optimizer.
 
     Args:
         accelerator: an accelerator with no other parallelism than DistributedDataParallel, or with a single process.
         norms: whether ranks exchange the 2-norms of gradients; see
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
-        gradients: ``"ddp"`` for the hook. With ``"sharded"``, :func:`~zeroshard.shard_gradients` takes the place of
-            DistributedDataParallel for models with a sharded optimizer: a rank keeps its part of the gradients alone.
+        gradients: ``"ddp"`` uses the hook. ``"sharded"`` uses :func:`~zeroshard.shard_gradients` instead of
+            DistributedDataParallel for models with a sharded optimizer: each rank keeps only its part of the gradients.
         accumulate: how sharded gradients accumulate in ``accelerator.accumulate()`` and ``no_sync()``. ``"owner"``
-            reduces each batch's gradients to their owners; ``"local"`` reduces the sums, and a rank then has them all.
+            reduces each batch's gradients to their owners. ``"local"`` keeps all gradients and reduces only the sums.
 
     Raises:
         ValueError: if the accelerator uses another parallelism, or has options of DistributedDataParallel that
-            ``"sharded"`` lacks, or if ``gradients`` or ``accumulate`` is unknown.
+            ``"sharded"`` does not support, or if ``gradients`` or ``accumulate`` is unknown.
 
     Example::
 
@@ -101,8 +101,8 @@ class ZeroShardPlugin:
         for optimizer in optimizers:
             if not any(isinstance(each, nn.Module) and _shares_parameters(each, optimizer) for each in objects):
                 raise ValueError(
-                    "a ZeroRedundancyOptimizer was passed to prepare() without a model whose parameters it has: pass "
-                    "both in one call, so that the communication hook can be registered"
+                    "a ZeroRedundancyOptimizer was passed to prepare() without the model of its parameters: pass both "
+                    "in one call, so that the communication hook can be registered"
                 )
         self._optimizers += optimizers
         prepared = self._accelerator.prepare(*objects, **options)
@@ -117,8 +117,8 @@ class ZeroShardPlugin:
     def _before_saving(self, *_: object) -> None:
         if self._accelerator.project_configuration.save_on_each_node:
             raise ValueError(
-                "ProjectConfiguration(save_on_each_node=True) writes the optimizer's state on every node, and "
-                "ZeroShardPlugin gathers it on rank 0 alone: leave the option out, or copy the checkpoint to each node"
+                "ProjectConfiguration(save_on_each_node=True) writes the optimizer's state on every node, but "
+                "ZeroShardPlugin gathers it only on rank 0: leave the option out, and copy the checkpoint to each node"
             )
         for optimizer in self._optimizers:
             optimizer.consolidate_state_dict()
@@ -142,7 +142,7 @@ def reduce_to_owners(
 
 
 def replace_ddp(accelerator: Accelerator, is_trained: Callable[[nn.Module], bool], **options: Any) -> ModelGradients:  # noqa: ANN401 - passed on
-    """Return what connects models to optimizers. If it shards gradients, the accelerator wraps no trained model."""
+    """Return the object that connects models to optimizers. If it shards gradients, trained models are not wrapped."""
     check_parallelism(accelerator)
     handler = accelerator.ddp_handler
     ddp_options = {} if handler is None else handler.to_kwargs()
@@ -154,7 +154,7 @@ def replace_ddp(accelerator: Accelerator, is_trained: Callable[[nn.Module], bool
         prepare_model = accelerator.prepare_model
 
         def prepare(model: nn.Module, *rest: Any, evaluation_mode: bool = False, **options: Any) -> Any:  # noqa: ANN401 - passed on
-            # For evaluation, Accelerate does all but wrapping.
+            # In evaluation mode, Accelerate does everything except wrapping.
             return prepare_model(model, *rest, evaluation_mode=evaluation_mode or is_trained(model), **options)
 
         accelerator.prepare_model, accelerator.no_sync = prepare, connected.no_backward_sync
@@ -162,7 +162,7 @@ def replace_ddp(accelerator: Accelerator, is_trained: Callable[[nn.Module], bool
 
 
 def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Call the function when an optimizer reads its groups, so that every rank raises the error of one rank."""
+    """Call the function only when an optimizer reads its groups, so that every rank raises the error of one rank."""
     groups = function(model) if callable(function) else function
     if not (callable(function) and isinstance(groups, Sequence) and all(isinstance(each, Mapping) for each in groups)):
         listed = f" with a {type(groups[0]).__name__}" if isinstance(groups, Sequence) and groups else ""
@@ -172,18 +172,18 @@ def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mappi
 
 
 def check_parallelism(accelerator: Accelerator) -> None:
-    """Raise a ValueError if an accelerator uses another parallelism than DistributedDataParallel; names it."""
+    """Raise a ValueError that names the parallelism of an accelerator if it is not DistributedDataParallel."""
     kind = accelerator.distributed_type
     others = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
     found = [kind.value] if kind in others else []
-    # Accelerate has this since 1.10. cp and sp are context and sequence parallelism.
+    # Accelerate has had this since 1.10. cp and sp are context and sequence parallelism.
     config = getattr(accelerator, "parallelism_config", None)
     sizes = {name: getattr(config, name, 1) for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size")}
     found += [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if found:
         raise ValueError(
             f"the accelerator uses {', '.join(found)}: ZeroRedundancyOptimizer shards optimizers of models under "
-            f"DistributedDataParallel, and works with no other parallelism"
+            f"DistributedDataParallel, and supports no other parallelism"
         )
 
 

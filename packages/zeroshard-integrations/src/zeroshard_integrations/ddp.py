@@ -2,7 +2,7 @@
 
 Plain DDP sends every gradient once and receives it reduced. :func:`reduce_to_owner_hook` sends each gradient only to
 its owner, and receives the owner's new parameters instead, which is the same number of bytes. The hooks that step
-during backward have torch's names and signatures, and update buckets while earlier layers still compute.
+during backward have torch's names and signatures. The interleaved one updates buckets while earlier layers compute.
 """
 
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-ONE_OPTIMIZER = "give one optimizer a class per param group, or leave the hook out, or wrap a model for each"
+ONE_OPTIMIZER = "use one optimizer with a class per param group, or leave the hook out, or wrap one model per optimizer"
 _IN_JOIN = (
-    "the model is in torch's Join and has a communication hook of zeroshard, which ranks without data cannot follow. "
+    "the model is in torch's Join and has a communication hook of zeroshard, which ranks without data cannot run. "
     "With uneven data leave the hook out, and use zeroshard_integrations.join.Join([ddp, optimizer])"
 )
 
@@ -39,19 +39,19 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     """Send each gradient to the rank that owns it, while backward computes.
 
     Register it with :func:`register_reduce_to_owner`. Then train as usual; ``optimizer.step()`` updates this rank's
-    shards and broadcasts the new values. Before that, ``.grad`` of every parameter is a
-    :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its owner multiplies or clamps it. So
-    torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; call them on every rank.
+    shards and broadcasts the new values. Until then, ``.grad`` of every parameter is a
+    :class:`zeroshard.GradPlaceholder`: you cannot read its values, but you can take its 2-norm, multiply it or clamp
+    it. So torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; call them on every rank.
 
-    Gradients are averaged over the ranks. To accumulate gradients of several backwards, make all but the last under
-    ``no_sync()``, which sends nothing: nothing can be added to a gradient that was reduced.
+    Gradients are averaged over the ranks. To accumulate gradients over several backwards, run all but the last under
+    ``no_sync()``, which sends nothing: a gradient that was reduced cannot be added to.
 
-    ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)`` works too, with fewer checks; gradients then cannot be
-    kept over the second forward of a model with ``gradient_as_bucket_view=True``, in which DDP rebuilds its buckets.
+    ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)`` works too, with fewer checks. In this case, do not keep
+    gradients during the second forward of a model with ``gradient_as_bucket_view=True``: DDP rebuilds its buckets then.
 
     Args:
-        state: the optimizer; it has all parameters that DDP reduces, and the same ranks.
-        bucket: the bucket of DDP.
+        state: the optimizer, with all parameters that DDP reduces, over the same ranks.
+        bucket: a bucket of DDP.
 
     Returns:
         A future that holds the bucket's buffer.
@@ -85,23 +85,23 @@ def _check_sharded(optimizer: object) -> None:
     """Raise a TypeError unless it is one sharded optimizer, or a wrapper that forwards to one."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, Sequence):
-        raise TypeError(f"a hook takes one optimizer of a model, but got {len(optimizer)} in a {kind}: {ONE_OPTIMIZER}")
+        raise TypeError(f"a hook expects one optimizer, but got {len(optimizer)} in a {kind}: {ONE_OPTIMIZER}")
     if not hasattr(optimizer, "follow_backward"):
-        raise TypeError(f"reduce_to_owner_hook takes a zeroshard.ZeroRedundancyOptimizer, and not a {kind}")
+        raise TypeError(f"reduce_to_owner_hook expects a zeroshard.ZeroRedundancyOptimizer, but got a {kind}")
 
 
 def register_reduce_to_owner(
     ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, *, norms: bool = True
 ) -> None:
-    """Register :func:`reduce_to_owner_hook`, and check its conditions at once.
+    """Register :func:`reduce_to_owner_hook`, after a check that it can be used.
 
     Args:
         ddp: the model.
         optimizer: the optimizer of all parameters that DDP reduces, over the same ranks.
         norms: whether ranks exchange the 2-norm of each gradient at the end of each backward. If False, torch's
-            ``clip_grad_norm_`` and ``GradScaler`` raise; the optimizer's own ``clip_grad_norm_`` works, for every
-            order. A ``GradScaler`` finds infinities by the norm, so it also skips a step whose norm overflows the
-            gradient's dtype (above 1.8e19 in float32), though all values are finite.
+            ``clip_grad_norm_`` and ``GradScaler`` raise; the optimizer's own ``clip_grad_norm_`` works, with a norm
+            of any order. A ``GradScaler`` finds infinities by the norm, so it also skips a step if a norm overflows the
+            gradient's dtype (above 1.8e19 in float32), even if all values are finite.
 
     Raises:
         TypeError: if ``optimizer`` is not a sharded optimizer, or is a list.
@@ -128,11 +128,11 @@ def hook_with_zero_step(
     steps as ``step()`` does. Backward returns when parameters are up to date. The first iteration trains too.
 
     Args:
-        hook: reduces the gradients: ``allreduce_hook``, in place of which gradients are sent to their owners, or
-            another hook that averages a bucket on all ranks, such as a compressing hook.
+        hook: reduces the gradients. Pass ``allreduce_hook`` to send gradients to their owners instead of all-reducing
+            them, or another hook that averages a bucket on all ranks, such as a compression hook.
         ddp: the model.
         zero: its optimizer, built with ``overlap_with_ddp=True``, with all parameters that DDP reduces, over the same
-            ranks. ``step()`` may stay in the training loop, or not; it takes no closure.
+            ranks. The training loop may call ``step()``, which then takes no closure, or leave it out.
         shard_buckets: accepted for compatibility, without effect: the optimizer's ``partition`` decides who owns what.
 
     Returns:
@@ -193,7 +193,7 @@ def _stepping_hook(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundanc
 
 
 def _register_model(ddp: DistributedDataParallel, exchange: GradExchange) -> None:
-    """Let the exchange follow the forwards of its model, in which DDP may rebuild its buckets and copy gradients."""
+    """Tell the exchange about the forwards of its model, in which DDP may rebuild its buckets and copy gradients."""
     exchange.uses_all = not (ddp.find_unused_parameters or ddp.static_graph)
     # Not partials, because a copy of the model would copy their arguments.
     ddp.register_forward_pre_hook(lambda module, _: _begin_forward(exchange, module))
@@ -210,7 +210,7 @@ def _begin_forward(exchange: GradExchange, ddp: DistributedDataParallel) -> None
         handle.remove()
         exchange.show_after_rebuild()
 
-    # DDP rebuilds before it calls the module, whose own code sees gradients as they are.
+    # DDP rebuilds before it calls the module, whose own code must see the gradients.
     handle = ddp.module.register_forward_pre_hook(end_forward, prepend=True)
 
 
@@ -227,14 +227,14 @@ def _begin_bucket(
 ) -> Future[torch.Tensor]:
     if not isinstance(bucket, GradBucket):
         raise TypeError(
-            "with torch._dynamo.config.optimize_ddp = 'python_reducer', DistributedDataParallel hands no buckets to "
+            "with torch._dynamo.config.optimize_ddp = 'python_reducer', DistributedDataParallel passes no buckets to "
             "communication hooks: use another value, such as 'ddp_optimizer'"
         )
     if _torch_private.graph_task_id() == -1:
         # Outside of a backward: torch's Join calls the hook on a rank that has run out of data.
         raise RuntimeError(_IN_JOIN)
     params = bucket.parameters()
-    # Read it before another hook reduces it, because compressing hooks replace the buffer.
+    # Read it before another hook reduces it, because compression hooks replace the buffer.
     found = Bucket(
         index=bucket.index(),
         is_last=bucket.is_last(),
@@ -271,13 +271,13 @@ def _checked_names(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimi
     """Return the names of a model's parameters; raise a ValueError if the optimizer cannot use the model's buckets."""
     if ddp.mixed_precision is not None:
         raise ValueError(
-            "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
+            "DistributedDataParallel(mixed_precision=...) has its own communication hook, and allows only one: "
             "use torch.autocast, or parameters in half precision with master_weights=True"
         )
     if _torch_private.has_comm_hook(ddp):
         raise ValueError(
-            "this DistributedDataParallel has a communication hook already, and takes no other: leave one of them out, "
-            "or wrap the model again"
+            "this DistributedDataParallel already has a communication hook, and allows only one: leave one of them "
+            "out, or wrap the model again"
         )
     _check_same_ranks(ddp.process_group, optimizer.process_group, "DistributedDataParallel works on the ranks")
     own = {param for group in optimizer.param_groups for param in group["params"]}
@@ -285,7 +285,7 @@ def _checked_names(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimi
     for param, name in names.items():
         if param.requires_grad and param not in own and name not in ddp.parameters_to_ignore:
             raise ValueError(
-                f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: give it all parameters, "
-                f"or freeze those that are not to be trained before DistributedDataParallel is built"
+                f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: pass it all parameters, "
+                f"or freeze parameters that you do not train before you build DistributedDataParallel"
             )
     return names

@@ -2,7 +2,7 @@
 
 Lightning's own strategies also train with a sharded optimizer, but ``"ddp"`` all-reduces every gradient. This strategy
 calls :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`, so each gradient is sent only to its owner. Before
-it opens a file, it refuses a checkpoint that lacks values of other ranks. Clipping, precision and checkpoints are
+it opens a file, it raises if a checkpoint lacks values of other ranks. Clipping, precision and checkpoints are
 Lightning's own: it consolidates an optimizer's state to rank 0 before it saves.
 """
 
@@ -33,7 +33,7 @@ NAME = "ddp_zeroshard"
 
 
 class _WithGradients:
-    """Has what the strategies of the Trainer and of Fabric share: where gradients are."""
+    """Base class of both strategies: handles the options that decide where gradients are."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class ZeroShardStrategy(_WithGradients, DDPStrategy):
     Args:
         norms: whether ranks exchange the 2-norms of gradients; see
             :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
-        gradients: ``"ddp"`` for the hook. With ``"sharded"``, :func:`~zeroshard.shard_gradients` takes the place of
-            DistributedDataParallel: a rank keeps its part of the gradients alone.
+        gradients: ``"ddp"`` uses the hook. ``"sharded"`` uses :func:`~zeroshard.shard_gradients` instead of
+            DistributedDataParallel: each rank keeps only its part of the gradients.
         accumulate: how sharded gradients accumulate over batches. ``"owner"`` reduces each batch's gradients to their
-            owners; ``"local"`` reduces the sums, and a rank then has them all.
+            owners. ``"local"`` keeps all gradients and reduces only the sums.
         **options: the options of Lightning's ``DDPStrategy``, which passes unknown ones to DistributedDataParallel.
 
     Raises:
         TypeError: when ``fit()`` begins, on every rank, if ``configure_optimizers()`` returns another optimizer, or
             several.
         ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model, or if gradients
-            cannot be sharded; at once, for unknown ``gradients`` or ``accumulate``, or an option that ``"sharded"``
-            lacks.
+            cannot be sharded; in the constructor, if ``gradients`` or ``accumulate`` is unknown, or ``"sharded"`` does
+            not support an option.
     """
 
     def configure_ddp(self) -> None:
@@ -92,12 +92,12 @@ class ZeroShardStrategy(_WithGradients, DDPStrategy):
             super().configure_ddp()
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Return the context of a batch after which no step comes."""
+        """Return the context for a batch that no step follows."""
         return self._gradients.no_backward_sync(self.model)
 
     def teardown(self) -> None:
         """Unwrap the model."""
-        # A backward that an error has left is not to hide it.
+        # If an error ended a backward, disconnecting raises, too: do not hide the first error.
         with suppress(RuntimeError):
             self._gradients.disconnect()
         if isinstance(self.model, _Caller):
@@ -125,7 +125,7 @@ class ZeroShardStrategy(_WithGradients, DDPStrategy):
 class FabricZeroShardStrategy(_WithGradients, FabricDDPStrategy):
     """DistributedDataParallel for Fabric, with gradients sent only to their owners.
 
-    ``fabric.setup(model, optimizer)`` receives the model and its optimizer together. Arguments are ``norms``,
+    Pass the model and its optimizer together to ``fabric.setup(model, optimizer)``. Arguments are ``norms``,
     ``gradients`` and ``accumulate``, as for :class:`ZeroShardStrategy`, and the options of Fabric's ``DDPStrategy`` and
     of DistributedDataParallel.
     """
@@ -151,10 +151,10 @@ class FabricZeroShardStrategy(_WithGradients, FabricDDPStrategy):
         return (wrapped, optimizers, *scheduler)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:  # noqa: ARG002 - Fabric's signature
-        """Refuse an optimizer without its model, by a RuntimeError."""
+        """Raise a RuntimeError, because an optimizer must be set up together with its model."""
         raise RuntimeError(
-            f"strategy={NAME!r} sets up a model and its optimizers together: call fabric.setup(model, optimizer), and "
-            f"not setup_module() and setup_optimizers()"
+            f"strategy={NAME!r} sets up a model and its optimizers together: call fabric.setup(model, optimizer) "
+            f"instead of setup_module() and setup_optimizers()"
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
@@ -164,7 +164,7 @@ class FabricZeroShardStrategy(_WithGradients, FabricDDPStrategy):
 
 
 def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
-    """Return text with the size of the optimizer state, on the rank with most of it and unsharded. Not collective."""
+    """Return text with the size of the optimizer state: the largest of any rank, and unsharded. Not collective."""
     plan = optimizer.plan
     kinds: list[Any] = [type(optimizer.local_optimizers[number]) for number in optimizer.group_assignment]
     names = " + ".join(dict.fromkeys(kind.__name__ for kind in kinds))
@@ -175,7 +175,7 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
 
     costs = [*map(cost_of, optimizer.param_groups, kinds)]
     try:
-        # The same owners, with the size of the state as cost.
+        # Keep the owners, and use the size of the state as the cost.
         loads = repartition(plan, plan.tensors, cost=lambda spec: costs[spec.group](spec)).loads
     except ValueError:
         return f"Optimizer state, sharded by zeroshard: unknown before the first step of {names}"
@@ -202,7 +202,7 @@ def _register_hook(strategy: Any, wrapped: torch.nn.Module, optimizers: Sequence
 
 
 def _check_saved(strategy: Any, checkpoint: object) -> None:  # noqa: ANN401 - of either kind
-    """Raise rank 0's error of pickling the checkpoint on every rank."""
+    """If the checkpoint of rank 0 lacks values, raise the error on every rank."""
     error = ""
     if strategy.is_global_zero:
         try:

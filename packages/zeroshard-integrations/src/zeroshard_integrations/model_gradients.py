@@ -1,4 +1,4 @@
-"""Connects the models that a framework trains to their sharded optimizers, with gradients in DDP or sharded too."""
+"""Connects the models that a framework trains to their sharded optimizers. Gradients are in DDP, or sharded too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNNEEDED = ("dim", "check_reduction", "find_unused_parameters", "gradient_as_bu
 class ModelGradients:
     """Registers the hook with models in DistributedDataParallel, or shards their gradients if ``is_sharded``.
 
-    ``ddp_options`` are what the framework would pass to DistributedDataParallel. Raises a ValueError for unknown ones.
+    ``ddp_options`` are options of DistributedDataParallel. Raises a ValueError for an argument that is not supported.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class ModelGradients:
         self._bucket_mb, self._broadcasts = options.pop("bucket_cap_mb", 25), options.pop("broadcast_buffers", True)
         if self.is_sharded and options:
             raise ValueError(
-                f"gradients='sharded' builds no DistributedDataParallel, which has the options {', '.join(options)}: "
-                f"leave them out, or use gradients='ddp'"
+                f"gradients='sharded' does not use DistributedDataParallel or its options {', '.join(options)}: leave "
+                f"them out, or use gradients='ddp'"
             )
         self._shardings: dict[nn.Module, GradientSharding] = {}
 
@@ -45,14 +45,14 @@ class ModelGradients:
         wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if self.is_sharded:
             options = {"bucket_mb": self._bucket_mb, "broadcast_buffers": self._broadcasts, "norms": self._norms}
-            # This refuses a model that is wrapped already.
+            # This raises for a model that is already wrapped.
             self._shardings[model] = shard_gradients(wrapped[0] if wrapped else model, optimizer, **options)
         else:
             for ddp in wrapped:
                 register_reduce_to_owner(ddp, optimizer, norms=self._norms)
 
     def no_backward_sync(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Return the context of a batch after which no step comes, as Fabric and Accelerate want it."""
+        """Return the context for a batch that no step follows, with the signature that Fabric and Accelerate expect."""
         sharding = self._shardings.get(model)
         if not enabled or (sharding is not None and self._accumulate == "owner"):
             return nullcontext()

@@ -1,4 +1,4 @@
-"""Shards the optimizer that ``TrainingArguments`` of Hugging Face's Trainer name, and keeps its checkpoints whole."""
+"""Shards the optimizer that ``TrainingArguments`` select in Hugging Face's Trainer, and saves whole checkpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from zeroshard_integrations.accelerate import ParamGroups, call_param_groups, re
 
 
 class ZeroShardTrainerMixin(Trainer):
-    """Shards the optimizer of a ``Trainer`` class, which comes after it in the list of bases.
+    """Shards the optimizer of a ``Trainer`` class. Put it before that class in the list of bases.
 
-    The Trainer builds the optimizer that ``TrainingArguments`` or ``optimizer_cls_and_kwargs`` name, with its groups
+    The Trainer builds the optimizer that ``TrainingArguments`` or ``optimizer_cls_and_kwargs`` select, with its groups
     of parameters, as :class:`~zeroshard.ZeroRedundancyOptimizer`; DistributedDataParallel gets the communication hook
-    :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. Checkpoints have the plain optimizer's file, and resume at
-    any number of ranks, also in the plain Trainer. In a single process without a process group the optimizer is plain.
+    :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. Checkpoints have the plain optimizer's file: any number of
+    ranks can resume from them, and so can the plain Trainer. A single process without a process group shards nothing.
 
     Args:
-        *arguments: arguments of the Trainer. An optimizer passed as ``optimizers`` is a ``ZeroRedundancyOptimizer``.
+        *arguments: arguments of the Trainer. Only a ``ZeroRedundancyOptimizer`` may be passed in ``optimizers``.
         param_groups: takes the model and returns param groups, each of which may name an ``optimizer_class``; they
             replace the Trainer's groups and its ``weight_decay``.
         gradients: ``"ddp"`` or ``"sharded"``, as for :class:`~zeroshard_integrations.accelerate.ZeroShardPlugin`.
@@ -35,9 +35,9 @@ class ZeroShardTrainerMixin(Trainer):
             them in a subclass.
 
     Raises:
-        ValueError: if a plain optimizer was passed, or any with ``param_groups``, or for another parallelism,
-            ``save_on_each_node``, unknown ``gradients`` or ``accumulate``, or when training begins, an optimizer or
-            gradients that cannot be sharded.
+        ValueError: if a plain optimizer is passed, or ``param_groups`` with an optimizer or without torchrun; for
+            another parallelism, ``save_on_each_node``, or unknown ``gradients`` or ``accumulate``; when training
+            begins, if the optimizer or the gradients cannot be sharded.
         TypeError: when training begins, if ``param_groups`` is not a function, or does not return a list of dicts.
 
     Example::
@@ -63,12 +63,12 @@ class ZeroShardTrainerMixin(Trainer):
         )
         if self.args.save_on_each_node:
             raise ValueError(
-                "save_on_each_node=True writes the optimizer's state on every node, and ZeroShardTrainer gathers it on "
-                "rank 0 alone: leave the option out, or copy the checkpoint to each node"
+                "save_on_each_node=True writes the optimizer's state on every node, but ZeroShardTrainer gathers it "
+                "only on rank 0: leave the option out, and copy the checkpoint to each node"
             )
         if param_groups is not None and (self.optimizer is not None or not self._is_distributed):
             raise ValueError(
-                "ZeroShardTrainer builds an optimizer of param_groups: pass no other one, and start it with torchrun"
+                "ZeroShardTrainer builds the optimizer from param_groups: do not pass one, and launch with torchrun"
             )
         if self._is_distributed and self.optimizer is not None and sharded_optimizer(self.optimizer) is None:
             raise ValueError(
@@ -129,7 +129,7 @@ class ZeroShardTrainer(ZeroShardTrainerMixin):
 
 
 class _RegisterHook(TrainerCallback):
-    """Connects the model to its optimizer once the Trainer has prepared both, which it does when training begins."""
+    """Connects the model to its optimizer when training begins, after the Trainer has prepared both."""
 
     def __init__(self, trainer: ZeroShardTrainerMixin) -> None:
         self._trainer = trainer

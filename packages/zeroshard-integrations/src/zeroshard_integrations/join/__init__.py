@@ -1,7 +1,7 @@
 """Trains with DistributedDataParallel and a sharded optimizer on uneven inputs, until every rank has used all its data.
 
-A drop-in for ``torch.distributed.algorithms.join``. Every rank announces each call; a rank without data makes the same
-call, as if its gradients were zero.
+A drop-in replacement for ``torch.distributed.algorithms.join``. Every rank announces each call, and a rank without data
+makes the same call, as if its gradients were zero.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Join:
 
     Put ``with Join([ddp, optimizer]) as join:`` around the training loop. Entering is collective: all ranks enter with
     the same joinables and settings, in the same order. Inside, ranks announce each forward of a model, each backward,
-    and each call of a sharded optimizer, by an agreement and a word of each rank. Gradients of several backwards before
-    one step add up; ``no_sync()`` raises.
+    and each call of a sharded optimizer: each costs an agreement and one word per rank. Gradients of several
+    backwards before one step add up; ``no_sync()`` raises.
 
     Args:
         joinables: a model in DistributedDataParallel without a communication hook, a sharded optimizer, at most one of
             each and in this order, and any other :class:`Joinable`; all of one process group.
-        enable: if False, the context does nothing; use it if inputs are even.
+        enable: if False, the context does nothing; pass False if inputs are even.
         throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
         **kwargs: passed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) says whether
             gradients are averaged over all ranks, or over the ranks that still have data.
@@ -37,7 +37,7 @@ class Join:
     Raises:
         ValueError: if joinables are missing, repeated, of several groups, in the wrong order, or torch's optimizer, if
             there are several models or sharded optimizers, or if one has a communication hook.
-        TypeError, RuntimeError: if an object is not a joinable, or is in a context already.
+        TypeError, RuntimeError: if an object is not a joinable, or is already in a context.
 
     Example:
         >>> import os, tempfile, torch

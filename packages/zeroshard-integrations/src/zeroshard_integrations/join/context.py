@@ -1,4 +1,4 @@
-"""Runs one entered Join context on a rank: announces its calls, and makes the others' once its data has ended."""
+"""Runs one entered Join context on a rank: announces its calls, and makes other ranks' calls after its data ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing i
 
 
 class JoinContext:
-    """Holds the state of an entered context, for the thread that trains. Takes and raises the same as :class:`Join`."""
+    """Holds the state of an entered context, for the thread that trains. Has :class:`Join`'s arguments and errors."""
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
         self._joinables, self._throws = joinables, throws
@@ -96,8 +96,8 @@ class JoinContext:
         self.join_round = join_round = exchange_calls(self._coordinator, mine, error)
         if self._throws and join_round.joined and join_round.running:
             raise RuntimeError(
-                f"rank {join_round.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
-                f"every rank. Catch it around the block to stop training here, or leave the setting out to go on"
+                f"rank {join_round.joined[0]} has run out of data, and throw_on_early_termination is set: every rank "
+                f"raises this error. Catch it around the block to stop training, or leave the setting out to continue"
             )
         self._is_reported = False
         return join_round
@@ -127,7 +127,7 @@ class JoinContext:
             before = join_round.joined
             self._shadow_call(join_round)
         last = [rank for rank in join_round.joined if rank not in before]
-        # From here on all ranks know an error, or it is a hook's and only this rank raises it.
+        # From here on, every rank knows of an error, except one that a hook raises on this rank only.
         self._is_reported = True
         if before and self._model is not None:
             self._model.exchange_gradients(self._coordinator, last, before)
@@ -154,7 +154,7 @@ class JoinContext:
 
 
 class JoinableConfig(JoinConfig):
-    """The ``_join_config`` of a joinable inside a context of ours, which torch asks before each call."""
+    """The ``_join_config`` of a joinable inside a zeroshard context. torch reads it before each call."""
 
     notify: Callable[[], object]
 
@@ -175,30 +175,30 @@ def _label(value: object) -> str:
 
 
 def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
-    """Return the ranks of a context's joinables; raise the errors of :class:`Join` if these do not fit."""
+    """Return the ranks of a context's joinables; raise the errors of :class:`Join` if joinables are invalid."""
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
     for place, joinable in enumerate(joinables):
         _check_joinable(joinable)
         name = type(joinable).__name__
         if any(joinable is other for other in joinables[:place]):
-            raise ValueError(f"the joinable {name} is twice in the list that Join was given")
+            raise ValueError(f"Join expects different joinables, but got the same {name} twice")
         if joinable.join_process_group != joinables[0].join_process_group:
             groups = [dist.get_process_group_ranks(each.join_process_group) for each in (joinables[0], joinable)]
             raise ValueError(
-                f"{type(joinables[0]).__name__} has a process group of the ranks {groups[0]}, and {name} another one, "
-                f"of {groups[1]}: give all joinables of a Join block the same process group"
+                f"{type(joinables[0]).__name__} has a process group of the ranks {groups[0]}, but {name} has one of "
+                f"{groups[1]}: all joinables of a Join block must have the same process group"
             )
     models = [each for each in joinables if isinstance(each, DistributedDataParallel)]
     optimizers = [each for each in joinables if isinstance(each, ZeroRedundancyOptimizer)]
     if len(models) > 1 or len(optimizers) > 1:
         raise ValueError(
-            f"Join takes one model in DistributedDataParallel and one sharded optimizer, but got {len(models)} and "
-            f"{len(optimizers)}: put several models into one module, and give one optimizer a class per param group"
+            f"Join expects one model in DistributedDataParallel and one sharded optimizer, but got {len(models)} and "
+            f"{len(optimizers)}: put several models into one module, and use one optimizer with a class per param group"
         )
     if any(map(has_comm_hook, models)) or any(optimizer.takes_buckets for optimizer in optimizers):
         raise ValueError(
-            "the model or the optimizer has a communication hook, which ranks without data cannot follow in Join. With "
+            "the model or the optimizer has a communication hook, which ranks without data cannot run in Join. With "
             "uneven data leave the hook out"
         )
     if models and optimizers and list(joinables).index(optimizers[0]) < list(joinables).index(models[0]):
@@ -211,13 +211,13 @@ def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
 def _check_joinable(joinable: Joinable) -> None:
     name = type(joinable).__name__
     if not isinstance(joinable, Joinable):
-        raise TypeError(f"Join takes joinables, and {name} is none")
+        raise TypeError(f"Join expects Joinable objects, but got {name}")
     if any(kind.__module__ == _TORCH_ZERO for kind in type(joinable).__mro__):
         raise ValueError(
-            "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
+            "torch's ZeroRedundancyOptimizer steps with old gradients on a rank that has run out of data: use "
             "zeroshard.ZeroRedundancyOptimizer"
         )
     if isinstance(join_config(joinable), JoinableConfig):
         raise RuntimeError(
-            f"this {name} is in a Join block already, and blocks cannot be nested: put all joinables in one block"
+            f"this {name} is already in a Join block, and blocks cannot be nested: put all joinables in one block"
         )

@@ -1,7 +1,7 @@
 """Follows the DDP model of a Join context on a rank with data, and shadows its calls on a rank without data.
 
-A rank without data makes a backward by itself: it reduces buckets of zeros, while the others reduce theirs. If the
-others add to reduced gradients, and average over all ranks, its buckets hold these gradients instead.
+A rank without data takes part in each backward: it reduces buckets of zeros while the others reduce their gradients.
+If they add to reduced gradients and average over all ranks, its buckets hold these reduced gradients instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DDPModel:
             _torch_private.divide_by(self._ddp, None)
 
     def exchange_gradients(self, coordinator: Coordinator, running: Sequence[int], joined: Sequence[int]) -> None:
-        """Send ranks without data the gradients to which a backward adds, or which they keep at the end. Collective."""
+        """Send ranks without data the gradients to which a backward adds, or the final gradients. Collective."""
         params, rank = list(self._ddp.module.parameters()), coordinator.ranks.rank
         with agreed(coordinator, "a backward inside Join"):
             if rank in running:
@@ -63,7 +63,7 @@ class DDPModel:
                 send_value(coordinator, peer, grads)
 
     def check_forward(self) -> None:
-        """Raise a RuntimeError if the backward of a forward that begins will not reduce gradients."""
+        """Raise a RuntimeError if the backward of the forward that begins now will not reduce gradients."""
         if torch.is_grad_enabled() and not self._ddp.require_backward_grad_sync:
             raise RuntimeError(
                 "no_sync() is not supported inside Join: let every backward reduce, which adds up to the same "
@@ -71,7 +71,7 @@ class DDPModel:
             )
 
     def begin_forward(self) -> None:
-        """Prepare for the backward of a forward that begins."""
+        """Prepare for the backward of the forward that begins now."""
         self._watch_parameters()
         self.in_backward, self._reduces = False, True
 
@@ -107,9 +107,9 @@ class DDPModel:
         grads = [param.grad for param in self._ddp.module.parameters() if param.grad is not None]
         if self._has_unreduced and not all(map(_is_zero, grads)):
             raise RuntimeError(
-                "a rank has run out of data, and another has gradients that no backward inside Join has reduced, so "
-                "the part of the first one is unknown: call zero_grad() before the block, and backward() once for each "
-                "forward"
+                "a rank has run out of data, but another has gradients that no backward inside Join has reduced, so "
+                "the gradients of the first one are unknown: call zero_grad() before the block, and backward() once "
+                "for each forward"
             )
 
     def shadow_error(self) -> ValueError | None:
@@ -117,13 +117,13 @@ class DDPModel:
         ddp, found = self._ddp, ""
         has_rebuilt = _torch_private.has_rebuilt_buckets(ddp)
         if ddp.static_graph and not has_rebuilt and not self._has_run:
-            found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
+            found = "needs one batch to record a static graph: give every rank a batch, or leave static_graph out"
         if self._reduces and not has_rebuilt and not ddp.find_unused_parameters:
-            found = "waits for the backward of its first forward: leave the loop before that, or after the backward"
+            found = "waits for the backward of its first forward: leave the loop before it, or after the backward"
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
         sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
         if sparse and not ((has_rebuilt or ddp.find_unused_parameters) and _has_buckets(ddp)):
-            found = f"learns in two batches of the sparse gradients of {sparse[0]!r}: give every rank two"
+            found = f"needs two batches to record the sparse gradients of {sparse[0]!r}: give every rank two"
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
     def shadow_forward(self, *, with_grad: bool) -> None:
@@ -132,7 +132,7 @@ class DDPModel:
         self._ddp.require_forward_param_sync = with_grad
 
     def shadow_backward(self) -> None:
-        """Reduce gradients as in a backward of the other ranks, and drop those in ``.grad``. Collective."""
+        """Reduce gradients as in a backward of the other ranks, and drop this rank's ``.grad``. Collective."""
         ddp = self._ddp
         buckets = _torch_private.buckets_of_zeros(ddp.reducer)
         # Reduced gradients are equal on all ranks, so their mean over all ranks, and only that, is unchanged.
@@ -159,7 +159,7 @@ def _is_added_to(param: torch.Tensor) -> bool:
     try:
         return _torch_private.will_execute(get_gradient_edge(param).node)
     except RuntimeError:
-        # It raises for a parameter to which `torch.autograd.grad` differentiates.
+        # It raises for a parameter with respect to which `torch.autograd.grad` differentiates.
         return False
 
 
