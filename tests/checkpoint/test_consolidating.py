@@ -98,7 +98,7 @@ def test_parts_of_a_tensor_that_do_not_fit_together_are_named(rank: int, change:
         "an entry less": ("exp_avg", 0, 1),
     }[change]
     with pytest.raises(
-        ValueError, match=f"tensor . '.*' has the state entry '{key}' on rank {here}, but not on rank {there}, .*dtype"
+        ValueError, match=f"tensor . '.*' has the state entry '{key}' on rank {here}, but rank {there}, .*dtype"
     ):
         sharded.consolidate_state_dict()
     assert_replicas_equal(model.parameters())

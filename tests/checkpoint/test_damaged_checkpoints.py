@@ -52,8 +52,8 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
     "a parameter too many": (at("param_groups", 0, "params", put=[*range(10)]), ValueError, "10 parameters there"),
     "None for a tensor": (at("state", 2, "exp_avg", put=None), ValueError, "'exp_avg' is a NoneType, expected a"),
     "None for a number": (at("state", 2, "step", put=None), ValueError, "'step' is a NoneType, expected a single"),
-    "text keys, as in JSON": (with_text_keys, ValueError, "text where param_groups has numbers: '0', '1', .* JSON"),
-    "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has numbers: '3', which JSON"),
+    "text keys, as in JSON": (with_text_keys, ValueError, "strings, but param_groups has integers: '0', '1', .* JSON"),
+    "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has integers: '3'. JSON"),
     "names for numbers": (with_names_for_params, ValueError, "state for parameter 0, which no param_group names"),
     "no values": (
         at("state", 2, "exp_avg", put=torch.zeros(64, device="meta")),
@@ -115,7 +115,7 @@ NOT_ELEMENTWISE: dict[str, tuple[type[optim.Optimizer], Damage, str]] = {
         r"'col_var' has shape \(5, 1\), expected \(1, 5\)",
     ),
     "Muon, misshapen": (optim.Muon, at("state", 1, "momentum_buffer", put=torch.zeros(5, 6)), r"expected \(6, 5\)"),
-    "Muon, missing": (optim.Muon, at("state", 1, drop=True), "missing entry, there is no state for it"),
+    "Muon, missing": (optim.Muon, at("state", 1, drop=True), "missing entry: it has no state"),
 }
 
 
@@ -150,7 +150,7 @@ def test_checkpoints_of_different_runs_are_told_apart(rank: int, what: str) -> N
             entries["step"] += 1
         else:
             entries["exp_avg"] = entries["exp_avg"].double()
-    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were handed different checkpoints"):
+    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were passed different checkpoints"):
         run.sharded.load_state_dict(given)
     run.assert_goes_on()
 
@@ -175,10 +175,10 @@ def test_equal_checkpoints_with_objects_are_equal(rank: int) -> None:
     run.step(2, first=10)
     assert_bitwise_equal(run.model, run.reference, "after the load")
     group["note"] = Note(rank) if rank == 0 else "text"
-    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were handed different checkpoints"):
+    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were passed different checkpoints"):
         run.sharded.load_state_dict(given)
     group.update(note=Note(rank), notes=[Note(rank), {"at": (Note(rank), 1 + rank)}])
-    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were handed different checkpoints"):
+    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were passed different checkpoints"):
         run.sharded.load_state_dict(given)
 
 

@@ -64,9 +64,9 @@ def test_only_the_rank_with_the_consolidated_state_hands_it_in(rank: int) -> Non
     optimizer.consolidate_state_dict(to=1)
     listed = optimizer.state_dict()
     before = copy.deepcopy(optimizer.optim.state_dict())
-    with pytest.raises(DisagreementError, match="rank 0 was handed placeholders for what it owns"):
+    with pytest.raises(DisagreementError, match="rank 0 was passed placeholders for state that it owns"):
         optimizer.load_state_dict(own if rank == 1 else listed)
-    with pytest.raises(DisagreementError, match="rank 2 differs from rank 1: they were handed different checkpoints"):
+    with pytest.raises(DisagreementError, match="rank 2 differs from rank 1: they were passed different checkpoints"):
         optimizer.load_state_dict(stale if rank == 2 else listed)
     assert_same_state(optimizer.optim.state_dict(), before)
     # These are the same values.

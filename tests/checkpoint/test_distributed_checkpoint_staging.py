@@ -175,7 +175,7 @@ REFUSED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_lose_values_is_refused_by_name(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"state entry '\w+' of '[\w.]+' lies on other ranks"):
+    with pytest.raises(RuntimeError, match=r"state entry '\w+' of '[\w.]+' is partly or entirely on other ranks"):
         REFUSED[name](listed("AdamW", "whole"))
 
 

@@ -19,7 +19,7 @@ from zeroshard_comm import DisagreementError
 def test_what_one_rank_has_listed_is_not_loaded_from_it(rank: int, partition: str) -> None:
     pair = Pair(partition)
     pair.step()
-    with pytest.raises(ValueError, match=r"which rank 1 owns, are not there.*Hand in a consolidated state dict"):
+    with pytest.raises(ValueError, match=r"lacks the values that rank 1 owns.*Pass a consolidated state dict"):
         pair.sharded.load_state_dict(pair.sharded.state_dict() if rank == 0 else {}, from_rank=0)
     pair.check_equal()
 
@@ -54,8 +54,8 @@ def with_hyperparameter(state_dict: dict[str, Any], value: object) -> dict[str, 
 
 NUMPY = "rank 0: load_state_dict.*'eps' of param group 0 is a numpy.float32, .* Python's numbers"
 WRONG: dict[str, tuple[Callable[[int, Any], Any], int | None, type[Exception], str]] = {
-    "two ranks have one": (lambda rank, sd: sd, 0, ValueError, "hand rank 1 an empty dict"),
-    "a rank that is not": (lambda rank, sd: sd if rank == 0 else {}, 2, ValueError, r"from_rank=2.*ranks 0 to 1"),
+    "two ranks have one": (lambda rank, sd: sd, 0, ValueError, "pass an empty dict on rank 1"),
+    "a rank that is not": (lambda rank, sd: sd if rank == 0 else {}, 2, ValueError, r"from_rank=2.*a rank from 0 to 1"),
     "no rank is named": (lambda rank, sd: sd if rank == 0 else {}, None, DisagreementError, "its state dict is"),
     "none has one": (lambda rank, sd: {}, 0, TypeError, "expects a dict with 'state' and 'param_groups'"),
     "damaged": (lambda rank, sd: broken(sd) if rank == 0 else {}, 0, ValueError, "expected"),
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[int, Any], Any], int | None, type[Exception], s
         lambda rank, sd: with_hyperparameter(sd, object()) if rank == 0 else {},
         0,
         ValueError,
-        "cannot be moved without pickle",
+        "cannot be sent without pickle",
     ),
     "NumPy's number": (
         lambda rank, sd: with_hyperparameter(sd, import_module("numpy").float32(1e-8)) if rank == 0 else {},

@@ -60,7 +60,7 @@ def test_objects_are_refused_after_the_first_step(rank: int) -> None:
     for _ in range(2):
         set_gradients(pair.model.parameters(), 0)
         for call in (pair.sharded.step, pair.sharded.consolidate_state_dict):
-            with pytest.raises(ValueError, match=r"'object' of 'param.\d' is a object, which cannot be moved without"):
+            with pytest.raises(ValueError, match=r"'object' of 'param.\d' is a object, which cannot be sent without"):
                 call()
 
 

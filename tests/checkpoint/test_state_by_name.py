@@ -61,7 +61,7 @@ def test_names_that_do_not_fit_are_refused(rank: int) -> None:
         sharded.load_state_dict(extra if rank == 1 else given, keys="names")
     first, second = given["param_groups"]
     lacking = {**given, "param_groups": [first, {**second, "params": second["params"][:-1]}]}
-    with pytest.raises(ValueError, match=rf"has \[\], only the optimizer \['{second['params'][-1]}'\]"):
+    with pytest.raises(ValueError, match=rf"has \[\], and only the optimizer has \['{second['params'][-1]}'\]"):
         sharded.load_state_dict(lacking, keys="names")
     moved = [{**first, "params": [*first["params"], second["params"][0]]}, {**second, "params": second["params"][1:]}]
     with pytest.raises(ValueError, match=r"parameters of group 0, which are \['0.weight'"):

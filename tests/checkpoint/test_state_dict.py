@@ -117,7 +117,7 @@ def test_a_placeholder_refuses_to_be_read(rank: int, how: str) -> None:
         pair.sharded.state[list(pair.model.parameters())[other]]["exp_avg"],
     ):
         assert value.shape == list(pair.reference.parameters())[other].shape
-        with pytest.raises(RuntimeError, match=rf"state entry 'exp_avg' of 'param.{other}' lies on other ranks"):
+        with pytest.raises(RuntimeError, match=rf"state entry 'exp_avg' of 'param.{other}' is .* on other ranks"):
             READS[how](value)
         assert "StatePlaceholder" in repr(value)
         # No memory: torch's stager asks.
@@ -148,7 +148,7 @@ def test_what_was_listed_is_not_loaded_on_another_plan(rank: int, partition: str
     pair, other = Pair(partition), Pair("split" if partition == "whole" else "whole")
     pair.step()
     other.step()
-    with pytest.raises(ValueError, match=r"are not there.*Hand in a consolidated state dict"):
+    with pytest.raises(ValueError, match=r"lacks the values that rank \d owns.*Pass a consolidated state dict"):
         other.sharded.load_state_dict(pair.sharded.state_dict())
     other.check_equal()
 
@@ -251,7 +251,7 @@ def test_a_whole_checkpoint_on_one_rank_and_its_own_on_the_other_are_told_apart(
     pair.step()
     whole = copy.deepcopy(pair.plain.state_dict())
     pair.step()
-    with pytest.raises(DisagreementError, match="they were handed different checkpoints"):
+    with pytest.raises(DisagreementError, match="they were passed different checkpoints"):
         pair.sharded.load_state_dict(whole if rank == 0 else pair.sharded.state_dict())
     pair.check_equal()
 

@@ -228,7 +228,7 @@ def test_state_in_wrapped_tensors_is_not_saved(name: str, arguments: dict[str, A
     sharded = ZeroRedundancyOptimizer(model.parameters(), found(name), **arguments)
     set_gradients(model.parameters(), 0)
     sharded.step()
-    with pytest.raises(ValueError, match=r"'exp_avg' of 'param\.0' is a \w+, which cannot be moved without"):
+    with pytest.raises(ValueError, match=r"'exp_avg' of 'param\.0' is a \w+, which cannot be sent without"):
         sharded.consolidate_state_dict(to=0)
     set_gradients(model.parameters(), 1)
     sharded.step()

@@ -89,7 +89,7 @@ def test_a_description_of_sharded_gradients_has_their_buckets(rank: int, world_s
     assert said.transient_bytes == 4 * nbytes
     assert said.backward_bytes == said.traffic["reduce"].bytes_sent - before.traffic["reduce"].bytes_sent
     assert "gradients are sharded: " in said.to_text()
-    assert f"and at most {format_bytes(4 * nbytes)} on their way" in str(optimizer)
+    assert f"and at most {format_bytes(4 * nbytes)} in flight" in str(optimizer)
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -1,1 +1,1 @@
-"""Describes an optimizer for people, and adds the logs and checks of ``TORCH_DISTRIBUTED_DEBUG`` to its steps."""
+"""Describes an optimizer, and adds the logs and checks of ``TORCH_DISTRIBUTED_DEBUG`` to its steps."""

@@ -22,10 +22,10 @@ _logger = logging.getLogger("zeroshard.debugging")
 
 
 class StepChecks:
-    """Logs plan, buckets and traffic after the first step and after changes, and at DETAIL checks every step."""
+    """Logs the plan, buckets and traffic after the first step and after changes. At DETAIL, checks every step."""
 
     def __init__(self, coordinator: Coordinator, local: LocalOptimizer, *, compares: bool) -> None:
-        """Compare the parameters that DistributedDataParallel ignores, if ranks are to be compared. Collective then."""
+        """If ``compares``, compare the parameters that DistributedDataParallel ignores. Collective in that case."""
         self._coordinator, self._local, self._compares = coordinator, local, compares
         self._logged: object = None
         self._state: dict[int, list[object]] = {}
@@ -34,13 +34,13 @@ class StepChecks:
         self._compare("parameter, ignored by DistributedDataParallel,", ignored, "ZeroRedundancyOptimizer()")
 
     def compare_gradients(self) -> None:
-        """Compare the gradients, which no hook reduces. Collective."""
+        """Compare the gradients, which are equal on all ranks unless a hook reduces them to owners. Collective."""
         self._compare("gradient of", [param.grad for param in self._local.params], "step(), before the update")
 
     def compare_params(self, active: Sequence[bool], *, keeps_state: bool) -> None:
-        """Compare the parameters that a step has changed, which are active. Collective.
+        """Compare the ``active`` parameters, which a step may have changed. Collective.
 
-        If a backward stepped, ``keeps_state`` keeps digests of the state for :meth:`edited_state`.
+        ``keeps_state`` keeps digests of the state for :meth:`edited_state`; pass it if the step ran during backward.
         """
         changed = [param if is_active else None for param, is_active in zip(self._local.params, active, strict=True)]
         self._compare("parameter", changed, "step(), after parameters were broadcast")
@@ -53,7 +53,7 @@ class StepChecks:
             _logger.info("%s\n%s", description(), self._local.plan)
 
     def edited_state(self) -> str:
-        """Return the label of a tensor whose state on this rank was edited since a backward stepped; "" if none was."""
+        """Return the label of a tensor whose state was edited on this rank since a backward stepped; "" if none was."""
         now = self._digests_of_state() if self._state else {}
         edited = [index for index, digests in self._state.items() if now.get(index) != digests]
         return label_in(self._local.plan, edited[0]) if edited else ""
@@ -81,7 +81,7 @@ class StepChecks:
         others = f" So do {len(found) - 1} other tensors." if len(found) > 1 else ""
         raise DisagreementError(
             f"{operation}: the {what} {label_in(plan, index)} differs between ranks: on rank{s} {', '.join(odd)} it is "
-            f"not what rank {owner} has, which owns it.{others} Change the model alike on every rank"
+            f"not equal to the copy on its owner, rank {owner}.{others} Change the model in the same way on every rank"
         )
 
 

@@ -1,4 +1,4 @@
-"""Describes what an optimizer is and has done as a value, for ``print()``, logs and programs, without communication."""
+"""Describes an optimizer and its traffic as a value, for ``print()``, logs and programs, without communication."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from zeroshard.state.placeholder import leaves
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """Says which ranks own a parameter, and how many bytes it and its state have.
+    """Says which ranks own a parameter, and how many bytes it and its state take.
 
     Attributes:
         name: the name that the user passed, or ``"param.<index>"``.
         shape, dtype: the shape and dtype of the parameter.
-        owners: the ranks that own a part of it, in order.
+        owners: the ranks that own a part of it, in the order of the parts.
         is_active: whether a step may change it: it is trainable, or still has a gradient.
         nbytes: bytes of the parameter.
         state_bytes_here: bytes of its state on this rank.
-        state_bytes: bytes of its state on all ranks, by their last exchange.
+        state_bytes: bytes of its state on all ranks, as of the last exchange.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class BucketDescription:
-    """Says which parameters a bucket of gradients has, and which ranks own them.
+    """Says which parameters have their gradients in a bucket, and which ranks own them.
 
     Attributes:
         tensors: the indices of its parameters.
@@ -71,7 +71,7 @@ class OptimizerDescription:
         optimizer: the class of the local optimizer.
         rank, world_size: this rank, and the number of ranks, of the process group.
         partition: the name of the strategy.
-        groups: the param groups, in words.
+        groups: one line of text for each param group.
         imbalance: the largest load over the mean load of all ranks, see :attr:`zeroshard_core.Plan.imbalance`. Tensors
             that were never trainable in a step do not count.
         owned_bytes: bytes of parameters that this rank owns.
@@ -79,9 +79,9 @@ class OptimizerDescription:
         tensors: the parameters.
         buckets: the buckets of a communication hook in the last backward, or of sharded gradients, in the order in
             which they are reduced; empty if DistributedDataParallel all-reduces gradients.
-        shards_gradients: whether a rank keeps its own parts of gradients alone, see :func:`zeroshard.shard_gradients`.
-        gradient_bytes_here: bytes of gradients of all buckets that this rank keeps after a backward.
-        transient_bytes: bytes of buckets on their way during a backward, at most; 0 unless gradients are sharded.
+        shards_gradients: whether a rank keeps only its own parts of gradients; see :func:`zeroshard.shard_gradients`.
+        gradient_bytes_here: bytes of gradients in buckets that this rank keeps after a backward.
+        transient_bytes: the most bytes of buckets in flight during a backward; 0 unless gradients are sharded.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, as
             :func:`zeroshard_core.predict` computes them from the plan, without the padding of flat buffers.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
@@ -119,15 +119,15 @@ class OptimizerDescription:
             if state
             else "state: none yet",
             *[f"group {number}: {group}" for number, group in enumerate(self.groups)],
-            f"a step sends from here: {format_bytes(self.step_bytes)}",
+            f"sent by this rank in a step: {format_bytes(self.step_bytes)}",
         ]
         if self.buckets:
             reduced = sum(bucket.nbytes for bucket in self.buckets)
-            lines.append(f"buckets: {len(self.buckets)}, {format_bytes(reduced)} in all")
+            lines.append(f"buckets: {len(self.buckets)}, {format_bytes(reduced)} in total")
             if self.shards_gradients:
                 kept, transient = format_bytes(self.gradient_bytes_here), format_bytes(self.transient_bytes)
-                lines.append(f"gradients are sharded: {kept} here, and at most {transient} on their way")
-            lines.append(f"a backward sends from here: {format_bytes(self.backward_bytes)}")
+                lines.append(f"gradients are sharded: {kept} here, and at most {transient} in flight")
+            lines.append(f"sent by this rank in a backward: {format_bytes(self.backward_bytes)}")
         lines += [
             f"{kind} so far: {format_bytes(volume.bytes_sent)} sent, {format_bytes(volume.bytes_received)} received, "
             f"{volume.calls} calls"
@@ -145,7 +145,7 @@ def describe(
     metadata: StateMetadata,
     source: GradSource | None,
 ) -> OptimizerDescription:
-    """Describe an optimizer, and the buckets of what reduces its gradients, if it has one, as they are now."""
+    """Describe an optimizer as it is now, and the buckets of ``source``, which reduces its gradients, if any."""
     plan, ranks = layout.plan, coordinator.ranks
     owned = {s.tensor: s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)}
     state = {index: _nbytes(local.state_of(shard)) for index, shard in local.shards.items()}

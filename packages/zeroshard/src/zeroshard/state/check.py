@@ -1,4 +1,4 @@
-"""Checks the argument of ``load_state_dict()`` against what the optimizer class keeps, and cuts it to shards."""
+"""Checks the argument of ``load_state_dict()`` against the state that the class keeps, and cuts it into shards."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, inner_tensors, leaves, map_leaves
 
 _STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
-"""Hyperparameters of torch's optimizers that may be off, with values that make an optimizer keep all its state."""
+"""Hyperparameters that turn off state of torch's optimizers, with values that make an optimizer keep all its state."""
 _MAY_BE_SPARSE = frozenset({"momentum_buffer"})
-"""Entries that have the layout of the gradient."""
+"""Entries with the layout of the gradient, which may be sparse."""
 
 
 class StateSchema:
-    """Knows the state that an optimizer class keeps, by its hyperparameters and the shape and dtype of a tensor.
+    """Compares the state entries of a tensor with those that an optimizer class keeps for it.
 
-    It checks elementwise classes and the classes of torch.optim. It checks no class that cannot be probed.
+    It checks elementwise classes and the classes of torch.optim, except classes that :func:`probe` cannot step.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StateSchema:
         if missing:
             raise ValueError(f"{where}: missing entry {missing[0]!r}; expected the entries {sorted(required)}")
         if extra:
-            advice = f"; to take it, {ADVICE[extra[0]]}" if extra[0] in ADVICE else ""
+            advice = f"; to load it, {ADVICE[extra[0]]}" if extra[0] in ADVICE else ""
             raise ValueError(f"{where}: extra entry {extra[0]!r}; expected the entries {sorted(required)}{advice}")
         for key, value in present.items():
             problem = _misfit(key, value, allowed[key].shape, spec)
@@ -78,7 +78,7 @@ class StateSchema:
 
 
 def _misfit(key: str, value: object, shape: tuple[int, ...] | None, spec: TensorSpec) -> str:
-    """Say why an entry does not fit the shape that the class keeps, or cannot be cut; return "" if it fits."""
+    """Return why an entry does not have the shape that the class keeps, or cannot be cut; "" if it fits."""
     if shape is None:
         return ""
     if not isinstance(value, torch.Tensor):
@@ -109,16 +109,16 @@ class LoadedState:
 
     @property
     def is_whole(self) -> bool:
-        """True if it has all values."""
+        """True if this rank has all of its values."""
         return not has_placeholder(self.state)
 
     def checksums(self, plan: Plan) -> list[int]:
-        """Return checksums of each tensor's state, of other state, and of the groups; 0 if values are missing."""
+        """Return checksums of each tensor's state, of other state, and of the groups; 0 where values are missing."""
         of_tensors = [_checksum(self.state.get(index, {})) for index in range(len(plan.tensors))]
         return [*of_tensors, _checksum(self.others) if self.is_whole else 0, _checksum(self.groups)]
 
     def part_of(self, rank: int, plan: Plan) -> LoadedState:
-        """Return what a rank loads; raise a ValueError if an entry cannot be cut, or its values are missing."""
+        """Return the part for ``rank``; raise a ValueError if an entry cannot be cut, or its values are missing."""
         part = self.others
         for shard in plan.of_rank(rank):
             if shard.tensor in self.state:
@@ -132,12 +132,12 @@ def _lacks_values(value: object) -> bool:
 
 
 def _checksum(value: object) -> int:
-    """Return a checksum of an entry, or a container of entries, that is not 0; 0 if values of it are missing."""
+    """Return a nonzero checksum of an entry, or of a container of entries; 0 if any of its values are missing."""
     return 0 if _lacks_values(value) else zlib.crc32(to_text(map_leaves(value, _summary)).encode()) or 1
 
 
 def _summary(value: object) -> object:
-    """Return what ranks compare of a value: of a tensor the dtype, the shape and, if it is here, one element."""
+    """Return what ranks compare: for a tensor its dtype, its shape and, if it is plain, its first element."""
     inner = inner_tensors(value)
     if inner:
         return map_leaves(inner, _summary)
@@ -149,15 +149,15 @@ def _summary(value: object) -> object:
 
 
 def _owned(entries: Mapping[Any, Any], spec: TensorSpec, shard: Shard) -> dict[Any, Any]:
-    """Return the entries of a shard, cut from whole ones, or the parts that placeholders hold."""
+    """Return the entries of a shard: cut from whole entries, or the parts that placeholders hold."""
     if not has_placeholder(entries):
         return cut_state(entries, spec, shard)
     for key, value in entries.items():
         if has_placeholder(value) and (not isinstance(value, StatePlaceholder) or value.shard != shard):
             raise ValueError(
-                f"loaded state dict: the values of entry {key!r} of {spec.name!r}, which rank {shard.rank} owns, are "
-                f"not there. What state_dict() lists on a rank only fits the same rank of an optimizer with the same "
-                f"plan. Hand in a consolidated state dict: on every rank, or on one, with from_rank"
+                f"loaded state dict: entry {key!r} of {spec.name!r} lacks the values that rank {shard.rank} owns. A "
+                f"state_dict() that is not consolidated can be loaded only on the rank that returned it, with the same "
+                f"plan. Pass a consolidated state dict: on every rank, or on one rank, with from_rank"
             )
     return {key: value.part if isinstance(value, StatePlaceholder) else value for key, value in entries.items()}
 
@@ -165,7 +165,7 @@ def _owned(entries: Mapping[Any, Any], spec: TensorSpec, shard: Shard) -> dict[A
 def check_state_dict(
     state_dict: Mapping[str, Any], plan: Plan, local: LocalOptimizer, metadata: StateMetadata, schema: StateSchema
 ) -> LoadedState:
-    """Check a state dict, with all values or with placeholders, against the optimizer; neither modify nor copy it.
+    """Check a state dict, whole or with placeholders, against the optimizer, without modifying or copying it.
 
     Raises a TypeError or a ValueError that names the group, the parameter and the entry that do not fit.
     """
@@ -194,8 +194,8 @@ def check_state_dict(
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
             # State dicts by name come from torch.distributed.checkpoint, which refuses this unless `strict` is False.
             raise ValueError(
-                f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "
-                f"If it was never stepped before the checkpoint was made, say so: state_dict['state'][{index}] = {{}}"
+                f"{where}: missing entry: it has no state, but other parameters of its group do. If it had never been "
+                f"stepped when the checkpoint was saved, set state_dict['state'][{index}] = {{}}"
             )
     stateful = {index: entries for index, entries in by_tensor.items() if entries}
     return LoadedState({**stateful, **others}, [*map(hyperparameters_of, saved_groups)])
@@ -220,7 +220,7 @@ def _indices_of_keys(saved_groups: Sequence[Mapping[str, Any]], local: LocalOpti
             raise ValueError(f"loaded state dict: group {number} lacks 'params', the keys of its parameters")
         _check_type(saved["params"], list, f"'params' of group {number}")
         for key in saved.keys() & OPTIONS[:2]:
-            raise ValueError(f"loaded state dict: group {number} has {key!r}, which no state dict holds: take it out")
+            raise ValueError(f"loaded state dict: group {number} has {key!r}, which no state dict has: remove it")
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
@@ -230,7 +230,7 @@ def _indices_of_keys(saved_groups: Sequence[Mapping[str, Any]], local: LocalOpti
             if key in index_of:
                 raise ValueError(f"loaded state dict names parameter {key!r} twice in its param_groups")
             index_of[key] = len(index_of)
-        # Keys that this group has are its own, even if a class that was added later has the same key.
+        # A key that the group already has belongs to it, even if a class that was added later has the same key.
         new = {key: value for key, value in saved.items() if key not in group}
         check_hyperparameters(f"loaded state dict: group {number}", new, local.members, local.members[own])
     return index_of
@@ -247,12 +247,12 @@ def _check_others(others: Mapping[Any, Any], params: Collection[Any], local: Loc
     as_text = [repr(key) for key in others if isinstance(key, str) and key.isdecimal()]
     if as_text:
         raise ValueError(
-            f"loaded state dict: the keys of 'state' are text where param_groups has numbers: "
-            f"{', '.join(as_text[:8])}, which JSON has made of integers. Convert them back with int()"
+            f"loaded state dict: the keys of 'state' are strings, but param_groups has integers: "
+            f"{', '.join(as_text[:8])}. JSON turns integer keys into strings: convert them back with int()"
         )
     if others and len(local.members) > 1:
         raise ValueError(
-            f"loaded state dict has state under {min(map(str, others))!r}, which belongs to no parameter: that is not "
+            f"loaded state dict has state under {min(map(str, others))!r}, which belongs to no parameter: this is not "
             f"supported with several optimizer classes"
         )
 
@@ -260,7 +260,7 @@ def _check_others(others: Mapping[Any, Any], params: Collection[Any], local: Loc
 def _check_entries(entries: object, param: torch.Tensor, where: str) -> None:
     if entries is None:
         raise ValueError(
-            f"{where}: its state is None: torch's ZeroRedundancyOptimizer empties the dict that it loads; read it again"
+            f"{where}: its state is None: torch's ZeroRedundancyOptimizer clears the dict that it loads; read it again"
         )
     if not isinstance(entries, Mapping):
         raise ValueError(f"{where}: state is a {type(entries).__name__}, not a dict")

@@ -1,4 +1,4 @@
-"""Saves, loads and makes the state of one optimizer. Each call is collective: all ranks complete it, or no rank."""
+"""Saves, loads and makes the state of one optimizer. Each call is collective, and takes effect on all ranks or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroshard.state.metadata import StateMetadata
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Changes the state of the local optimizer outside of steps."""
+    """Consolidates, makes and loads the state of the local optimizer outside of steps."""
 
     coordinator: Coordinator
     local: LocalOptimizer
@@ -56,9 +56,9 @@ class Checkpoints:
             metadata.keeps_none = not metadata.described and any(param.requires_grad for param in local.params)
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None) -> bool:
-        """Load what ``read`` returns, on all ranks or none. Return False if all pass an empty dict. Collective."""
+        """Load what ``read`` returns, on all ranks or on none. Return False if it is empty on all ranks. Collective."""
         coordinator, local, metadata = self.coordinator, self.local, self.metadata
-        # An error that one rank has told may ask for this call.
+        # Do not raise an error that a rank has told earlier: its advice may be to make this call.
         coordinator.defers = True
         try:
             with agreed(coordinator, "load_state_dict()") as proposal:

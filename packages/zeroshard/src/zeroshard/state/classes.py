@@ -18,7 +18,7 @@ def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -
     {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.2, 'params': [0]}]}
 
     Args:
-        state_dict: the state dict with all values, and with integers as keys.
+        state_dict: the state dict, with all values and with integers as keys.
         assignment: the number of each group's optimizer, as in ``optimizer.group_assignment``.
 
     Returns:
@@ -46,7 +46,7 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
         assignment: the number of the plain optimizer of each group; each plain optimizer's groups are in this order.
 
     Raises:
-        ValueError: if ``assignment`` gives a state dict another number of groups, or state belongs to no parameter.
+        ValueError: if a state dict has more or fewer groups than in ``assignment``, or state belongs to no parameter.
     """
     _check_assignment(assignment)
     if len(state_dicts) != len({*assignment}):
@@ -65,26 +65,26 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
 def with_part(whole: Mapping[str, Any], assignment: Sequence[int], group: int, part: Mapping[str, Any]) -> StateDict:
     """Return a state dict with ``part`` in place of the state of the plain optimizer of a group."""
     if type(group) is not int or not 0 <= group < len(assignment):
-        raise ValueError(f"load_state_dict(group={group!r}): there are groups 0 to {len(assignment) - 1}")
+        raise ValueError(f"load_state_dict(group={group!r}): expected a group from 0 to {len(assignment) - 1}")
     parts: list[Mapping[str, Any]] = [*split_state_dict(whole, assignment)]
     parts[assignment[group]] = part
     return join_state_dicts(parts, assignment)
 
 
 def _checked(state_dict: Mapping[str, Any], assignment: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-    """Return the groups of a state dict; raise if their number does not fit, or state belongs to no parameter."""
+    """Return the groups of a state dict; raise if their number is wrong, or state belongs to no parameter."""
     _check_assignment(assignment)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise TypeError("a state dict has 'state' and 'param_groups', as a plain optimizer's")
+        raise TypeError("expected a state dict with 'state' and 'param_groups', as a plain optimizer returns")
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     if len(groups) != len(assignment):
-        raise ValueError(f"a state dict has {len(groups)} param groups, but the assignment names {len(assignment)}")
+        raise ValueError(f"a state dict has {len(groups)} param groups, but the assignment has {len(assignment)}")
     unknown = state_dict["state"].keys() - {key for group in groups for key in group["params"]}
     if unknown:
-        raise ValueError(f"the state has {min(map(str, unknown))!r}, which is no parameter of its groups")
+        raise ValueError(f"the state has {min(map(str, unknown))!r}, which is not a parameter of its groups")
     return groups
 
 
 def _check_assignment(assignment: Sequence[int]) -> None:
     if {*assignment} != {*range(len({*assignment}))}:
-        raise ValueError(f"an assignment numbers optimizers from 0 without gaps, but is {[*assignment]}")
+        raise ValueError(f"an assignment should number optimizers from 0 without gaps, but is {[*assignment]}")

@@ -1,4 +1,4 @@
-"""Gathers the state of all shards on one rank's CPU, in the form that an optimizer without sharding has."""
+"""Gathers the state of all shards on one rank's CPU, in the form of an optimizer without sharding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe_state(local: LocalOptimizer, changes: Changes) -> Manifest:
                 if type(value) in _SENT:
                     written.append((number, key, write_value(value, found, key)))
                     tensors += found
-    # Raises if a value cannot be copied, as state_dict() copies it on the receiving rank.
+    # Raise now if a value cannot be copied, because state_dict() copies it on the receiving rank.
     copy_groups(pack_groups(groups))
     return Manifest([owned, others, written], tensors)
 
@@ -66,7 +66,7 @@ def gather_state(coordinator: Coordinator, plan: Plan, manifest: Manifest, targe
 
 
 def copy_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
-    """Copy packed param groups, and the tensors in them to the CPU."""
+    """Return a copy of packed param groups, with their tensors on the CPU."""
     return [{key: _on_cpu(value) for key, value in group.items()} for group in groups]
 
 
@@ -116,7 +116,7 @@ class Consolidated:
             key, dtype = min(entries ^ first, key=str)
             here, there = (first_rank, shard.rank) if (key, dtype) in first else (shard.rank, first_rank)
             raise StateMapError(
-                f"{label_in(self._plan, shard.tensor)} has the state entry {key!r} on rank {here}, but not on rank "
-                f"{there}, which owns a part of it, or not of the same dtype. If a step has failed there, make one "
-                f"that succeeds, or load a checkpoint, before you consolidate"
+                f"{label_in(self._plan, shard.tensor)} has the state entry {key!r} on rank {here}, but rank {there}, "
+                f"which owns a part of it, lacks this entry or has it in another dtype. If a step failed there, run a "
+                f"step that succeeds, or load a checkpoint, before you consolidate"
             )

@@ -1,6 +1,6 @@
-"""Gives ranks that own nothing of a param group the values that a step has written into it on other ranks.
+"""Sends the values that a step writes into a param group to ranks that own no shard of the group.
 
-Many optimizer classes count steps in param groups, and skip groups without parameters.
+Many optimizer classes count steps in param groups, but skip groups without parameters.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zeroshard.state.serialization import read_value, write_value
 
 
 class GroupValues:
-    """Keeps, for a step, the groups of which this rank owns nothing; the lowest rank that owns a tensor writes them.
+    """Sets the groups of which this rank owns no shard to the values of the lowest rank that owns one.
 
     Attributes:
-        plan: the plan that was followed last.
-        are_needed: whether some rank owns nothing of some group; equal on all ranks.
+        plan: the plan of the last :meth:`follow_plan`.
+        are_needed: whether any rank owns no shard of some group; equal on all ranks.
     """
 
     def __init__(self, coordinator: Coordinator, local: LocalOptimizer, changes: Changes) -> None:
@@ -35,7 +35,7 @@ class GroupValues:
         self.follow_plan()
 
     def follow_plan(self) -> None:
-        """Find the groups whose values this rank sends and receives. All ranks have adopted the plan."""
+        """Find the groups whose values this rank sends and receives. Call it after all ranks have adopted a plan."""
         self.plan, rank = self._local.plan, self._coordinator.ranks.rank
         owners = {} if self._coordinator.is_single_rank else owners_of_groups(self.plan)
         scarce = {number: ranks for number, ranks in owners.items() if len(ranks) < self.plan.world_size}
@@ -44,18 +44,18 @@ class GroupValues:
         self.are_needed = bool(scarce)
 
     def begin_step(self) -> None:
-        """Record the groups of which this rank owns nothing."""
+        """Record the groups of which this rank owns no shard, before a step."""
         self._before = {number: dict(self._local.groups[number]) for number in self._received}
 
     def have_changed(self) -> bool:
-        """Return True if this rank has values for other ranks, after a step."""
+        """Return True if a step wrote values that this rank has to send."""
         self._written = self._changes.written_in(self._sent)
         return bool(self._written)
 
     def end_step(self, *, is_shared: bool, has_new_state: bool) -> bool:
-        """Set the groups of which this rank owns nothing. Return True if any rank has new state.
+        """Set the groups of which this rank owns no shard. Return True if any rank has new state.
 
-        Collective if ``is_shared``, which says that a rank has new state or values for others.
+        Collective if ``is_shared``, which means that at least one rank has new state or values to send.
         """
         texts = [json.dumps([has_new_state, [(*where, self._describe(*where)) for where in self._written]])]
         if is_shared:
@@ -67,7 +67,7 @@ class GroupValues:
         written, self._before = self._before, {}
         for number, before in written.items():
             group, new = self._local.groups[number], arrived[number]
-            # A value that cannot be sent stays as this rank's class has written it.
+            # If a value cannot be sent, this rank keeps the value that its own class wrote.
             kept = {key: group[key] for key, text in new.items() if text == "" and key in group}
             group.clear()
             group.update({**before, **kept})
@@ -79,13 +79,13 @@ class GroupValues:
         return any(states)
 
     def _describe(self, number: int, key: str) -> str | None:
-        """Write a value as text, without binary data; return ``""`` if it cannot be sent, None if it was removed."""
+        """Return a value, tensors included, as JSON; ``""`` if it cannot be sent, None if it was removed."""
         tensors: list[torch.Tensor] = []
         if key not in self._local.groups[number]:
             return None
         value = self._local.groups[number][key]
         if hasattr(value, "tolist") and not isinstance(value, torch.Tensor):
-            # NumPy's scalars and arrays are numbers and lists.
+            # NumPy's scalars and arrays become numbers and lists.
             value = value.tolist()
         with suppress(StateMapError, TypeError):
             described = write_value(value, tensors, key)

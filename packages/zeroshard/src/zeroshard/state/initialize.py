@@ -1,4 +1,4 @@
-"""Makes the state before the first step, by a step with zero gradients and learning rate 0."""
+"""Makes the state before the first step, by a step with zero gradients and a learning rate of 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_state(local: LocalOptimizer) -> None:
 
 
 def is_torchs_own_step(params: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if torch.distributed.checkpoint steps to make state: learning rates and gradients are all 0."""
+    """Return True if torch.distributed.checkpoint makes state by this step: learning rates and gradients are all 0."""
     grads = [param.grad for param in params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False
@@ -34,7 +34,7 @@ def is_torchs_own_step(params: Sequence[torch.Tensor], groups: Sequence[Mapping[
 
 
 def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:
-    """Step another optimizer of the class over copies of this rank's shards, as torch does in ``_init_optim_state``."""
+    """Return the state after one step of a new optimizer on copies of this rank's shards; see ``_init_optim_state``."""
     copies: dict[torch.Tensor, torch.Tensor] = {}
     for shard in local.shards.values():
         if shard.param.requires_grad:

@@ -1,4 +1,4 @@
-"""Lists ``state_dict()`` of one rank: its own values, and placeholders for the values of other ranks."""
+"""Makes the ``state_dict()`` of one rank: its own values, and placeholders for the values of other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StateDict = dict[Any, Any]
 class PartialState(dict[Any, Any]):
     """A state dict, or its ``"state"``, that lacks the values of other ranks. It can be copied, but not pickled.
 
-    Copies, deep copies and mappings that its class builds are of this class too.
+    Copies, deep copies and mappings built by its class are of this class too.
     """
 
     def copy(self) -> PartialState:
@@ -41,20 +41,20 @@ class PartialState(dict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Raise a RuntimeError, because a pickle would lack the values of other ranks."""
         raise RuntimeError(
-            f"this state_dict() has only the values of one rank, and a file of it would lack the others'. "
-            f"{INCOMPLETE}. Call consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of "
-            f"that rank to a new file; or save it on all ranks with torch.distributed.checkpoint, in a thread and not "
-            f"in another process"
+            f"this state_dict() has only the values of one rank; saving it would lose the state of the other ranks. "
+            f"{INCOMPLETE}. Call consolidate_state_dict(to=RANK) on all ranks first, and save that rank's state_dict() "
+            f"to a new file; or save it on all ranks with torch.distributed.checkpoint, in a thread and not in another "
+            f"process"
         )
 
 
 def check_whole(checkpoint: object) -> None:
-    """Raise if a checkpoint lacks values of other ranks. Call this before a file is opened. Not collective.
+    """Raise if a checkpoint lacks values of other ranks. Call this before you open a file. Not collective.
 
-    ``torch.save`` empties its file before it raises, and a checkpoint with the same name is lost.
+    ``torch.save`` empties its file before it raises, so a checkpoint with the same name would be lost.
 
     Args:
-        checkpoint: the object to be pickled. The search enters dicts, lists and tuples at any depth.
+        checkpoint: the object to save. The search enters dicts, lists and tuples at any depth.
 
     Raises:
         RuntimeError: if it has a :meth:`~zeroshard.ZeroRedundancyOptimizer.state_dict` with placeholders, or a sharded

@@ -1,4 +1,4 @@
-"""Loads a state dict: every rank checks it, then each rank installs what it owns, or no rank changes anything."""
+"""Loads a state dict: every rank checks it, then all ranks install their parts, or no rank changes anything."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class CheckedLoad:
     """The checked arguments of ``load_state_dict()`` on one rank."""
 
     is_given: bool
-    """Whether this rank was handed a state dict that is not empty."""
+    """Whether this rank was passed a state dict that is not empty."""
     parts: Mapping[int, LoadedState]
-    """What this rank loads, and what it may send, by rank."""
+    """The parts that ranks load, by rank: the part of this rank, and parts that it may send."""
     from_rank: int | None
     settings: Mapping[str, Any]
     """Must be equal on all ranks."""
     numbers: Sequence[int]
-    """Whether the state dict is whole, whether it lacks what this rank owns, and its checksums; ranks compare these."""
+    """Whether the state dict is whole, whether it lacks state of this rank, and its checksums; ranks compare these."""
 
 
 def check_load(
@@ -41,12 +41,12 @@ def check_load(
     from_rank: int | None,
     group: int | None,
 ) -> CheckedLoad:
-    """Check the arguments of ``load_state_dict()`` on this rank; ``plan`` is the one that the load uses."""
+    """Check the arguments of ``load_state_dict()`` on this rank; ``plan`` is the plan after the load."""
     ranks = range(plan.world_size)
     if isinstance(from_rank, bool) or from_rank not in (None, *ranks):
-        raise ValueError(f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {ranks[-1]}")
+        raise ValueError(f"load_state_dict(from_rank={from_rank}): expected a rank from 0 to {ranks[-1]}")
     if from_rank not in (None, rank) and given:
-        raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
+        raise ValueError(f"load_state_dict(from_rank={from_rank}): pass an empty dict on rank {rank}, not its state")
     is_empty = isinstance(given, Mapping) and not given and from_rank != rank
     checked = None if is_empty else check_state_dict(given, plan, local, metadata, schema)
     parts, numbers = dict[int, LoadedState](), list[int]()
@@ -73,7 +73,7 @@ def check_load(
 
 
 def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None) -> LoadedState:
-    """Return what this rank loads, which another rank may send, such as the holder of the consolidated state.
+    """Return the part that this rank loads, from its own state dict or from the rank that sends parts.
 
     Collective, after an agreement on the arguments. Raises a DisagreementError if ranks pass different checkpoints, or
     values are missing.
@@ -90,7 +90,7 @@ def receive_part(coordinator: Coordinator, mine: CheckedLoad, holder: int | None
                     write_value(value, [], f"load_state_dict(): {key!r} of param group {number}")
             for index, entries in part.state.items():
                 write_value(entries, [], f"load_state_dict(): an entry of the state of tensor {index}")
-            write_value(vars(part), [], "what load_state_dict() hands to other ranks")
+            write_value(vars(part), [], "the part that load_state_dict() sends to other ranks")
     if rank != source:
         return LoadedState(**receive_value(coordinator, source))
     for peer in coordinator.ranks.peers:
@@ -106,14 +106,14 @@ def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -
         different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]
         if different:
             ranks = f"rank {different[0]} differs from rank {having[0]}"
-            raise DisagreementError(f"load_state_dict(): {ranks}: they were handed different checkpoints")
+            raise DisagreementError(f"load_state_dict(): {ranks}: they were passed different checkpoints")
     if not any(lacks_owned):
         return None
     if holder is None or not is_whole[holder]:
         raise DisagreementError(
-            f"load_state_dict(): rank {lacks_owned.index(True)} was handed placeholders for what it owns, and no rank "
-            f"the consolidated state. Hand in what state_dict() lists now on every rank, or all values on one rank, "
-            f"with from_rank"
+            f"load_state_dict(): rank {lacks_owned.index(True)} was passed placeholders for state that it owns, and no "
+            f"rank was passed the consolidated state. Pass what state_dict() returns now on every rank, or pass all "
+            f"values on one rank, with from_rank"
         )
     return holder
 
@@ -121,7 +121,7 @@ def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -
 def install(local: LocalOptimizer, part: LoadedState) -> None:
     """Pass state to the inner optimizers' own ``load_state_dict()``, which casts and moves it.
 
-    Afterwards they may have other groups than the public ones, until :meth:`LocalOptimizer.publish_groups`.
+    Their groups may then differ from the public ones until :meth:`LocalOptimizer.publish_groups` is called.
     """
     loaded = local.extra.begin_load(part.state)
     for number, member in enumerate(local.members):

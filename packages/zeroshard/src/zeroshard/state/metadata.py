@@ -1,4 +1,4 @@
-"""Knows which entries the state of each parameter has. Ranks exchange this when the entries of an owner change."""
+"""Records which entries the state of each parameter has. Ranks exchange them when the entries of an owner change."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class StateMetadata:
-    """Names, shapes and dtypes of the state on all ranks, which only :meth:`exchange` changes; the consolidated state.
+    """The names, shapes and dtypes of the state on all ranks, as of the last :meth:`exchange`; the consolidated state.
 
     Attributes:
         described: the entries of each parameter that has state on any rank, by tensor index.
         consolidated_to: the rank that has the consolidated state; None if no rank has consolidated since the last step.
         consolidated: the whole state, and the values that steps wrote to param groups, on that rank; None elsewhere.
         keeps_none: whether init_state() has found that the optimizer keeps no state.
-        tell: lets the other ranks raise an error of this rank, see :meth:`Coordinator.tell`.
+        tell: reports an error of this rank to the other ranks; see :meth:`Coordinator.tell`.
     """
 
     def __init__(self, coordinator: Coordinator, local: LocalOptimizer, changes: Changes) -> None:
@@ -46,7 +46,7 @@ class StateMetadata:
         self.consolidated: Consolidated | None = None
 
     def forget(self, index: int | None = None) -> None:
-        """Forget the entries of a parameter, or of all, which all ranks drop; the next step exchanges the rest."""
+        """Remove the entries of one or all parameters, on all ranks. The next step exchanges the remaining entries."""
         self._told = ""
         if index is None:
             self.described.clear()
@@ -113,7 +113,7 @@ class StateMetadata:
 
     @staticmethod
     def _kind(value: Any) -> Any:  # noqa: ANN401 - a state entry
-        """Return the value, or a tensor in place of a number or text, because ranks exchange no values."""
+        """Return the value, or a tensor in place of a number or a string, because ranks do not exchange values."""
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
         if value is None or isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Keys state by the names of parameters, as FSDP saves it and other programs read it."""
+"""Keys state by the names of parameters, the form that FSDP saves and other programs read."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def _names_of(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def key_by_name(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Key a state dict by names instead of indices. A :class:`PartialState` gives a :class:`PartialState`."""
+    """Key a state dict by names instead of indices. The result is a :class:`PartialState` if ``state_dict`` is one."""
     named = to_names(state_dict, _names_of(groups))
     return PartialState(named, state=PartialState(named["state"])) if isinstance(state_dict, PartialState) else named
 
 
 def key_by_index(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Key a state dict by indices instead of names; parameters and groups may be in another order."""
+    """Key a state dict by indices instead of names. Parameters and groups may be in any order."""
     names = _names_of(groups)
     given = [name for group in state_dict["param_groups"] for name in group["params"]]
     if set(given) != set(names):
         extra, missing = sorted({*given} - {*names}, key=str), sorted({*names} - {*given})
         raise ValueError(
-            f"loaded state dict: its names are not those that the optimizer was built with: only the state dict has "
-            f"{extra[:8]}, only the optimizer {missing[:8]}"
+            f"loaded state dict: its names differ from those that the optimizer was built with: only the state dict "
+            f"has {extra[:8]}, and only the optimizer has {missing[:8]}"
         )
     indexed = to_indices(state_dict, names)
     saved = {frozenset(group["params"]): group for group in indexed["param_groups"]}
@@ -69,12 +69,12 @@ def full_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns without sharding.
 
-    Collective. This makes state that does not exist yet, as torch's function does; see
+    Collective. If there is no state yet, this makes it, as torch's function does; see
     :meth:`ZeroRedundancyOptimizer.init_state`. The state stays consolidated until the next step, as after
     :meth:`ZeroRedundancyOptimizer.consolidate_state_dict`.
 
     Args:
-        model: has the optimizer's parameters. Their names lack prefixes of DistributedDataParallel and torch.compile.
+        model: the optimizer's model. Prefixes of DistributedDataParallel and torch.compile are removed from names.
         optimizer: the optimizer whose state to gather.
         to: the group rank that receives it.
 

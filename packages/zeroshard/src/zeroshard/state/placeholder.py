@@ -1,4 +1,4 @@
-"""Tensors that have a shape and no values on this rank: entries of a state dict, and the base class of gradients."""
+"""Placeholder tensors, with a shape but no values on this rank: state entries, and the base class for gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper
 
 _aten = torch.ops.aten
 
-INCOMPLETE = "If torch.save() was writing a file, that file is now incomplete, and what it held before is lost"
+INCOMPLETE = "If torch.save() was writing a file, that file is now incomplete, and its previous content is lost"
 
 
 class TensorWithoutValues(torch.Tensor):
@@ -25,11 +25,11 @@ class TensorWithoutValues(torch.Tensor):
     """
 
     allowed: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
-    __torch_function__ = without_torch_function  # type: ignore[assignment] # torch's own subclasses say the same
+    __torch_function__ = without_torch_function  # type: ignore[assignment] # as in torch's own subclasses
 
     def refusal(self, operation: str) -> RuntimeError:
-        """Return the error for an operation, by its name."""
-        return RuntimeError(f"{operation} is not supported on a tensor whose values lie on other ranks")
+        """Return the error for ``operation``, the name of an operation that is not supported."""
+        return RuntimeError(f"{operation} is not supported on a tensor whose values are on other ranks")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # noqa: ANN401 - torch's
@@ -57,8 +57,8 @@ class TensorWithoutValues(torch.Tensor):
 class StatePlaceholder(TensorWithoutValues):
     """Replaces a state entry of a parameter if this rank does not hold all of its values.
 
-    It has the shape, dtype and device of the whole entry, and no memory except the part's. A copy of it, on the same or
-    another device or dtype, is another placeholder. torch.distributed.checkpoint calls ``__create_chunk_list__``,
+    It has the shape, dtype and device of the whole entry, but memory only for its part. A copy of it, also on another
+    device or in another dtype, is a placeholder too. torch.distributed.checkpoint calls ``__create_chunk_list__``,
     ``__create_write_items__`` and ``__get_tensor_shard__``, as it calls DTensor's, to find what this rank writes and
     reads: the part, or nothing.
     """
@@ -66,9 +66,9 @@ class StatePlaceholder(TensorWithoutValues):
     part: torch.Tensor | None
     """This rank's rows of the entry; None if it owns no rows."""
     shard: Shard | None
-    """Says which rows these are."""
+    """The rows of the entry that ``part`` holds."""
     coordinator: weakref.ref[Coordinator] | None = None
-    """Lets the other ranks raise the error of a write. Copies of a state dict copy the reference alone."""
+    """Lets the other ranks raise the error of a write. The reference is weak, so that copies do not copy the object."""
     _title: str
 
     @staticmethod
@@ -81,7 +81,7 @@ class StatePlaceholder(TensorWithoutValues):
         part: torch.Tensor | None = None,
         shard: Shard | None = None,
     ) -> StatePlaceholder:
-        """Make a tensor without memory, which errors call ``title``."""
+        """Make a tensor without memory. Errors refer to it by ``title``."""
         made = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         made._title, made.part, made.shard = title, part, shard
         return made
@@ -100,22 +100,22 @@ class StatePlaceholder(TensorWithoutValues):
         return self._like(None if self.part is None else self.part.detach().clone())
 
     def _like(self, part: torch.Tensor | None, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of an operator
-        """Return another placeholder for the same rows, with the dtype and the device that an operator is given."""
+        """Return another placeholder for the same rows, with the dtype and the device in ``options``, if any."""
         dtype, device = options.get("dtype") or self.dtype, options.get("device") or self.device
         return StatePlaceholder(self.shape, dtype, device, self._title, part, self.shard)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the box of the part, as ChunkStorageMetadata in rows of the whole entry; nothing without a part."""
+        """Return the part's place in the whole entry as a ChunkStorageMetadata; an empty list without a part."""
         if self.part is None or self.shard is None:
             return []
-        # Importing it takes most of a second.
+        # A local import, because it takes most of a second.
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         offsets = [self.shard.start if dim == self.shard.dim else 0 for dim in range(self.dim())]
         return [ChunkStorageMetadata(torch.Size(offsets), self.part.shape)]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        """Return the part as the WriteItem of the entry named ``fqn``; nothing without a part."""
+        """Return the part as a WriteItem of the entry named ``fqn``; an empty list without a part."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -126,29 +126,29 @@ class StatePlaceholder(TensorWithoutValues):
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # noqa: ANN401 - a MetadataIndex
-        """Return the part, which torch reads or writes."""
+        """Return the part, for torch to read from or write to."""
         if self.part is None:
             raise self.refusal(f"reading {index.fqn}")
         return self.part
 
     def data_ptr(self) -> int:
-        """Return 0: torch's stager for asynchronous checkpoints asks whether there is memory."""
+        """Return 0, by which torch's stager for asynchronous checkpoints sees that there is no memory."""
         return 0
 
     def refusal(self, operation: str) -> RuntimeError:
-        """Return the error for an operation, by its name. Other ranks hear of one that writes."""
+        """Return the error for ``operation``. If the operation writes, report the error to the other ranks."""
         writes = operation.partition("aten.")[2].partition(".")[0].endswith("_")
         advice = (
-            "Save it with torch.distributed.checkpoint: async_save() in a thread and not in another process, and with "
-            "async_stager=DefaultStager(...) if it has a storage_writer. Or gather it: call on all ranks "
+            "Save it with torch.distributed.checkpoint; async_save() must use a thread, not a process, and needs "
+            "async_stager=DefaultStager(...) if you pass a storage_writer. Or gather it by a call on all ranks: "
             "consolidate_state_dict(to=RANK), or by name zeroshard.full_optimizer_state_dict(model, optimizer)"
         )
         if writes:
             advice = (
-                "To change the state in place, change what each rank holds, on every rank: the tensors in "
-                "optimizer.optim.state.values()"
+                "To change the state in place, change the tensors in optimizer.optim.state.values() on every rank: "
+                "each rank holds its own part there"
             )
-        refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here"
+        refused = f"{self._title} is partly or entirely on other ranks; {operation} is not supported on it here"
         error = RuntimeError(f"{refused}. {f'{INCOMPLETE}. ' if operation == 'pickling' else ''}{advice}")
         coordinator = self.coordinator() if self.coordinator is not None else None
         if writes and coordinator is not None:
@@ -157,7 +157,7 @@ class StatePlaceholder(TensorWithoutValues):
 
 
 def leaves(value: object) -> Iterator[object]:
-    """Yield the values in an entry, or in containers of entries at any depth, and the tensors in a wrapper."""
+    """Yield the values in an entry, or in nested containers of entries; for a wrapper subclass, its inner tensors."""
     value = inner_tensors(value) or value
     if not isinstance(value, (Mapping, list, tuple)):
         yield value
@@ -177,7 +177,7 @@ def map_leaves(value: Any, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 -
 
 
 def inner_tensors(value: object) -> dict[str, torch.Tensor]:
-    """Return the tensors in a wrapper subclass, such as a quantised tensor, by name; empty for other values."""
+    """Return the tensors in a wrapper subclass, such as a quantized tensor, by name; empty for other values."""
     flatten = getattr(type(value), "__tensor_flatten__", None)
     return {name: getattr(value, name) for name in flatten(value)[0]} if flatten else {}
 
@@ -194,9 +194,9 @@ def _copied(operator: Any, held: StatePlaceholder, *args: Any, **options: Any) -
 
 
 def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> torch.Tensor:  # noqa: ANN401 - of the operator
-    """Return a placeholder without a part, to which torch's stager then copies the attributes."""
+    """Return a placeholder without a part. torch's stager then copies the attributes to it."""
     if tuple(size) != held.shape:
-        raise held.refusal("new_empty() of another shape")
+        raise held.refusal("new_empty() with another shape")
     made = held._like(None, **options)
     made.shard = None
     return made

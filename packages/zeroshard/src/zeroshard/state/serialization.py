@@ -1,4 +1,4 @@
-"""Describes the allowed entries of optimizer state as JSON and tensors, and sends them without pickle."""
+"""Describes the entries of optimizer state as JSON and tensors, and sends them without pickle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
             parts = [write_value(part, tensors, where) for part in (held.indices(), held.values())]
             return {"sparse": [list(value.shape), *parts]}
         if value.layout is not torch.strided:
-            raise StateMapError(f"{where} is a {value.layout} tensor; only strided and sparse_coo tensors can be moved")
+            raise StateMapError(f"{where} is a {value.layout} tensor; only strided and sparse_coo tensors can be sent")
         tensors.append(value)
         stride = list(value.stride()) if is_dense(value) else None
         return {"tensor": [dtype_name(value), list(value.shape), stride, value.device.type]}
@@ -46,23 +46,23 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
         # A list of pairs, because JSON would turn integer keys into text.
         return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
-        f"{where} is a {_kind(value)}, which cannot be moved without pickle; state may hold tensors, Python's "
+        f"{where} is a {_kind(value)}, which cannot be sent without pickle; state may hold tensors, Python's "
         f"numbers, strings, None, sets of these, and lists, tuples and dicts, with strings or integers as keys"
     )
 
 
 def _kind(value: object) -> str:
-    """Return the type of a value, e.g. ``"numpy.float32"``; torch names a tensor's subclass by its dtype."""
+    """Return the name of a value's type, e.g. ``"numpy.float32"``; torch.typename would give a tensor's dtype."""
     return type(value).__name__ if isinstance(value, torch.Tensor) else torch.typename(value)
 
 
 def is_key(key: object) -> bool:
-    """Return True if a key of the state can be written."""
+    """Return True if :func:`write_value` supports ``key`` as a key of a dict."""
     return isinstance(key, (str, int)) and not isinstance(key, bool)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return text such as ``"float32"``."""
+    """Return the name of a tensor's dtype, such as ``"float32"``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -96,7 +96,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
 def describe_entries(
     shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor]
 ) -> Described:
-    """Describe a shard's state: the value, or ``{"part": dtype}`` if a cut tensor has a value per element."""
+    """Describe each entry of a shard's state: the value, or ``{"part": dtype}`` if it has a value per element."""
     described: Described = []
     if not isinstance(entries, Mapping):
         raise StateMapError(f"the state of {name!r} is a {type(entries).__name__}, not a dict")
@@ -118,18 +118,18 @@ def part_dtype(described: Any) -> str:  # noqa: ANN401 - JSON
 
 
 def _part_of(shard: LocalShard, value: object, where: str) -> torch.Tensor:
-    """Return the state of a part of a tensor with the part's strides, because ranks send its bytes."""
+    """Return the state entry of a cut tensor's part, with the strides of the part, because ranks send its bytes."""
     part = shard.tensor
     if not isinstance(value, torch.Tensor) or inner_tensors(value) or value.shape != part.shape:
         raise StateMapError(
-            f"{where} is not one tensor of shape {tuple(part.shape)}, as its part of the parameter, so it is not "
-            f"elementwise and cannot be joined; use partition='whole' for this optimizer"
+            f"{where} is not one tensor of shape {tuple(part.shape)}, the shape of this rank's part of the parameter, "
+            f"so it is not elementwise and cannot be joined; use partition='whole' for this optimizer"
         )
     return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
 
 
 def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
-    """Copy a state entry and the tensors in it, so that the copy shares nothing with it."""
+    """Return a copy of a state entry, with copies of the tensors in it."""
     return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
 
 
@@ -147,7 +147,7 @@ def read_to_buffers(written: Any, buffers: list[torch.Tensor]) -> Any:  # noqa: 
 
 
 def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
-    """Send a value to a rank, which calls :func:`receive_value`; as :func:`write_value`, raise before if it cannot."""
+    """Send a value to a rank that calls :func:`receive_value`. Raise as :func:`write_value` before anything is sent."""
     tensors: list[torch.Tensor] = []
     description = write_value(value, tensors, "a value")
     send_values(coordinator, peer, Manifest(description, tensors), "the transfer of a value")

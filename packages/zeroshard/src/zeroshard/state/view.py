@@ -1,4 +1,4 @@
-"""``optimizer.state``: the state of all parameters; this rank's shards are the local optimizer's own dicts."""
+"""``optimizer.state``: the state of all parameters. This rank's shards have the local optimizer's own dicts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from zeroshard.state.placeholder import TensorWithoutValues
 class StateView(MutableMapping[Any, Any]):
     """The state of this rank's shards, which can be written, and placeholders for other ranks' shards.
 
-    The same call on all ranks assigns or removes a parameter's entries as a whole: its owner does it, and other ranks
-    do nothing. Reads include extra entries (master weights, averages); writes go to the optimizer class's own dict. As
+    To assign or remove all entries of a parameter, make the same call on all ranks: only the owner's values change.
+    Reads include extra entries (master weights, averages); writes go to the optimizer class's own dict. As
     in the ``state`` of a plain optimizer, looking up a parameter without entries adds an empty dict, if this rank owns
     the parameter. A copy of the view is a separate dict.
     """
@@ -99,11 +99,11 @@ class StateView(MutableMapping[Any, Any]):
             self._local.extra.drop_entries(shard)
 
     def popitem(self) -> NoReturn:
-        """Raise a RuntimeError, because it would return the same item of another rank again and again."""
+        """Raise a RuntimeError, because repeated calls would return the same item of another rank."""
         raise RuntimeError("optimizer.state.popitem() is not supported: call pop(param) on all ranks, or clear()")
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
-        """Remove and return the entries of ``key``. Without any, return ``default``, or raise a KeyError."""
+        """Remove and return the entries of ``key``. If there are none, return ``default``, or raise a KeyError."""
         if key not in self:
             return self._state_with(key).pop(self._local_key(key), *default)
         value = self[key]
@@ -111,7 +111,7 @@ class StateView(MutableMapping[Any, Any]):
         return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
-        """Return the entries of ``key``, which become ``default`` if it has none."""
+        """Return the entries of ``key``; set them to ``default`` first if there are none."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -164,8 +164,8 @@ class _OthersEntries(PartialState):
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         error = RuntimeError(
             f"the optimizer state of {self.title} belongs to other ranks, and its entries cannot be changed on this "
-            f"one: assign optimizer.state[param] = {{...}} as a whole on all ranks, of which its owner takes it; or "
-            f"change optimizer.optim.state on every rank, which has this rank's own entries"
+            f"rank. Assign optimizer.state[param] = {{...}} on all ranks, and only its owner uses it; or change "
+            f"optimizer.optim.state on every rank, which has the rank's own entries"
         )
         self.tell(error)
         raise error
