@@ -178,7 +178,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
     with raises_on(ValueError, ranks=[0, 1], match="takes the place of DistributedDataParallel: pass the module"):
         plugin.prepare(wrapped, ZeroRedundancyOptimizer(model.parameters(), optim.SGD))
     part = nn.Linear(2, 2)
-    with raises_on(ValueError, ranks=[0, 1], match="the optimizer does not have 'bias', which is trained"):
+    with raises_on(ValueError, ranks=[0, 1], match="the optimizer does not have 'bias', which is trainable"):
         plugin.prepare(part, ZeroRedundancyOptimizer([part.weight], optim.SGD))
 
 

@@ -297,11 +297,11 @@ def test_clipping_on_one_rank_alone_is_an_error_on_every_rank(rank: int, change:
         params[0].grad.mul_(0.5)
     if rank == 1:
         change(ours)
-    with pytest.raises(DisagreementError, match=r"the checksum of what was done to gradients .* is \d+ on rank 0 and "):
+    with pytest.raises(DisagreementError, match=r"the checksum of operations on gradients .* is \d+ on rank 0 and "):
         twins.optimizer.step()
     twins.check("after the error")
     # Nothing is lost: new gradients are new, and those that were changed are still told apart.
-    with pytest.raises(DisagreementError, match="what was done to gradients"):
+    with pytest.raises(DisagreementError, match="operations on gradients"):
         twins.optimizer.step()
     for number in range(2):
         twins.iterate(number)
@@ -317,7 +317,7 @@ def test_a_gradient_that_one_rank_drops_or_zeroes_is_an_error(rank: int, partiti
         ours[0].grad.zero_()
     elif rank == 0:
         ours[0].grad = None
-    with pytest.raises(DisagreementError, match="what was done to gradients"):
+    with pytest.raises(DisagreementError, match="operations on gradients"):
         twins.optimizer.step()
     assert all(map(torch.equal, ours, before))
     # On all ranks it is allowed, and the others' gradients are still there.

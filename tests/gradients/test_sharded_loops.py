@@ -129,7 +129,7 @@ def test_a_change_of_gradients_on_one_rank_between_two_backwards_is_told(
     model(batch(rank, 0)).sum().backward()
     if rank == 1:
         change(optimizer, model)
-    with pytest.raises(DisagreementError, match="the checksum of what was done to gradients before it"):
+    with pytest.raises(DisagreementError, match="the checksum of operations on gradients before it"):
         model(batch(rank, 1)).sum().backward()
 
 

@@ -120,9 +120,9 @@ def test_what_cannot_be_sharded_is_refused_by_name(name: str) -> None:
 @pytest.mark.ranks(2, backend="gloo")
 def test_what_is_neither_a_model_nor_a_sharded_optimizer_is_refused() -> None:
     model = Plain()
-    with pytest.raises(TypeError, match=r"takes a zeroshard\.ZeroRedundancyOptimizer"):
+    with pytest.raises(TypeError, match=r"expects a zeroshard\.ZeroRedundancyOptimizer"):
         shard_gradients(model, optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module"):
         shard_gradients(list(model.parameters()), optimizer_of(model))  # type: ignore[arg-type]
 
 

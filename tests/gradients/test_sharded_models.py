@@ -124,7 +124,7 @@ def test_remove_leaves_a_plain_model() -> None:
     hooks = _hooks(training.plain)
     training.iterate()
     training.on_this_rank().loss().backward()
-    with pytest.raises(RuntimeError, match="waits for step\\(\\), and remove\\(\\) has dropped it"):
+    with pytest.raises(RuntimeError, match="waited for step\\(\\), and remove\\(\\) has dropped it"):
         training.sharding.remove()
     assert _hooks(training.model) == hooks
     assert all(param.grad is None for param in training.model.parameters())

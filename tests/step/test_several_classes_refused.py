@@ -26,7 +26,7 @@ def test_wrong_uses_of_several_classes_are_refused(rank: int) -> None:
     model = language_model()
     hidden, outer, rest = parted(model)
     optimizer = sharded(model)
-    with pytest.raises(AttributeError, match=r"2 local optimizers, for Muon \+ AdamW: they are in local_optimizers"):
+    with pytest.raises(AttributeError, match=r"2 local optimizers, for Muon \+ AdamW: use local_optimizers"):
         _ = optimizer.optim
     with pytest.raises(TypeError, match="takes no keyword arguments with several optimizer classes, but got grads"):
         optimizer.step(grads=None)

@@ -1,4 +1,4 @@
-"""Holds the parts of one sharded optimizer, and is the entry of its collective calls outside of steps."""
+"""Holds the parts of one sharded optimizer, and starts its collective calls outside of steps."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Holds the parts of one public optimizer. Parts that call back refer to it weakly.
+    """Holds the parts of one public optimizer. Parts that call back have weak references to it.
 
-    ``policy`` has no classes of groups yet: ``read`` checks the user's arguments, and returns the public param groups
-    and the class of each. The constructor raises an error of any rank, and that plans differ, on every rank.
+    ``read`` checks the user's arguments, and returns the public param groups and the class of each; ``policy`` has no
+    classes yet. If a rank has an error or plans differ, the constructor raises on every rank.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Engine:
         return describe(self.coordinator, layouts.policy, layouts.layout, self.local, self.metadata, self.exchange)
 
     def collective(self) -> Guard:
-        """Return the context of a call in which all ranks exchange something, and which Join refuses."""
+        """Return the context of a collective call in which ranks that have run out of data cannot take part."""
         self._announce(Call.REFUSED)
         return self.guard
 
@@ -135,13 +135,13 @@ class Engine:
                 self.metadata.exchange("add_param_group()")
         self.metadata.drop_consolidated()
         if not had_changes:
-            # A hook that steps in backward takes changed hyperparameters for an error; those of a new group are none.
+            # A hook that steps in backward raises if hyperparameters have changed; a new group is no such change.
             self.changes.read_hyperparameters()
 
     def train_or_eval(self, name: str) -> Callable[[], object]:
-        """Return a function that calls a method of the local optimizer on all ranks; AttributeError without it."""
+        """Return a function that calls a local optimizer's method on all ranks; raise AttributeError if it has none."""
         if not any(callable(getattr(member, name, None)) for member in self.local.members):
-            # Frameworks use hasattr().
+            # Frameworks look for the method by hasattr().
             raise AttributeError(
                 f"the local optimizer, of class {names_of(self.local.classes)}, has no method {name}()"
             )
@@ -195,7 +195,7 @@ class Engine:
 
     @contextmanager
     def _reducing(self, names: Mapping[torch.Tensor, str]) -> Iterator[None]:
-        """Use the model's names in a block that makes a source of gradients, and undo that if it raises."""
+        """Use the model's names in a block that makes a source of gradients; restore the old names if it raises."""
         before = self.layouts.policy.names
         self.layouts.use_names(names)
         try:
@@ -208,7 +208,7 @@ class Engine:
         self.exchange = self.stepper.exchange = self.layouts.source = source
 
     def drop_source(self, source: GradSource) -> None:
-        """Reduce no gradients during backward from now on, unless another source does."""
+        """Stop using a source of gradients. No-op if another one is in use."""
         if self.exchange is source:
             self._use_source(None)
             self.local.hook_gradients = None
@@ -220,8 +220,8 @@ class Engine:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         if exchange.early_steps is not None:
             raise ValueError(
-                "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
-                "clip; use reduce_to_owner_hook, and clip between backward() and step()"
+                "a communication hook steps this optimizer during backward, so there is nothing left to clip; use "
+                "reduce_to_owner_hook, and clip between backward() and step()"
             )
         self._announce(Call.CLIP, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
         return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -251,7 +251,7 @@ class Engine:
         if not isinstance(to, bool):
             # NumPy's integers are ranks too.
             with suppress(Exception):
-                target = operator.index(to)  # type: ignore[arg-type] # that is what is tried
+                target = operator.index(to)  # type: ignore[arg-type] # raises if it is no integer
         self._announce(Call.CONSOLIDATE, target=target)
         self.apply_consolidation(target, to)
 
@@ -265,7 +265,7 @@ class Engine:
         return list_state(self.local, self.metadata, self.changes)
 
     def init_state(self) -> None:
-        """Make the state of all ranks if there is none."""
+        """Initialize the state of all ranks if there is none. Collective."""
         with self.collective():
             self.checkpoints.init_state()
 

@@ -1,7 +1,7 @@
 """The sharded optimizer: a drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-Its private names are torch's, because other projects read them. The engine holds what changes, because frameworks copy
-the attributes of this object.
+Private attributes have the same names as in torch's class, because other projects read them. The engine holds all
+mutable state, because frameworks copy the attributes of this object.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: tensors, ``(name, tensor)`` pairs, or dicts of param groups, in the same order on every rank. A group
-            may have an ``optimizer_class`` of its own, with ``optimizer_defaults`` for its constructor, and a ``cost``
-            and ``elementwise`` of its own.
+            may set its own ``optimizer_class``, with ``optimizer_defaults`` for its constructor, and its own ``cost``
+            and ``elementwise``.
         optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
-        process_group: the ranks that share the work; the default group if None.
+        process_group: the process group whose ranks share the optimizer state; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer. If it is rebound to a tensor of the same shape, dtype and
-            device, the next call copies that back; any other rebinding raises.
-        overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
+            device, the next call copies the values back into the buffer; any other rebinding raises.
+        overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
-            optimizers only), ``"level"`` or :func:`zeroshard_core.level` (places tensors of other classes whole, by
-            work, and cuts elementwise ones to even out the state), or a function of your own, see
-            :data:`zeroshard_core.Strategy`.
+            optimizers only), ``"level"`` or :func:`zeroshard_core.level` (keeps tensors of other classes whole and
+            balances their work, and cuts tensors of elementwise classes to even out the state), or your own function,
+            see :data:`zeroshard_core.Strategy`.
         cost: the cost of a tensor in the partition, as a function or a dict by name. The default is its number of
             elements; with several classes, or ``"level"``, the work of its update if its class is known.
         elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
         coupled: ``"allow"`` accepts an optimizer class that couples tensors; each rank then sees only its own tensors.
-        master_weights: step float32 copies of float16 and bfloat16 parameters; entry ``"master_param"`` of the state.
+        master_weights: step float32 copies of float16 and bfloat16 parameters, kept as state entry ``"master_param"``.
         **defaults: arguments of ``optimizer_class``, for groups of this class.
 
     Attributes:
-        process_group, parameters_as_bucket_view: the group of the optimizer, and the argument.
-        world_size, rank: the size of the group, and this rank in it.
-        global_rank: this rank in the default group.
+        process_group, parameters_as_bucket_view: the process group in use, and the argument.
+        world_size, rank: the size of the group, and the rank of this process in it.
+        global_rank: the rank of this process in the default group.
         initialized: whether the constructor has finished.
 
     Raises:
@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __init__(
         self,
-        params: Any,  # noqa: ANN401 - checked by read_groups, as torch's own annotation is wider than what it takes
+        params: Any,  # noqa: ANN401 - checked by read_groups, because torch's annotation accepts more
         optimizer_class: OptimizerFactory,
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
@@ -138,7 +138,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             groups = [group for group, _ in taken]
             if isinstance(next(iter(given)), dict):
                 groups = [adopt(*each) for each in zip(given, groups, strict=True)]
-            # Each class fills in its own defaults, when it is built.
+            # Each class fills in its own defaults when it is built.
             Optimizer.__init__(self, groups, {})
             Joinable.__init__(self)
             return self.param_groups, [found for _, found in taken]
@@ -150,7 +150,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, or to zero, and free the memory that sharded gradients have."""
+        """Set all gradients to None or to zero, and free the memory of sharded gradients."""
         super().zero_grad(set_to_none)
         if self._engine.exchange is not None:
             self._engine.exchange.release()
@@ -172,46 +172,46 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
             RuntimeError: if a hook steps during backward, and there was not exactly one such backward since the last
-                step(), or hyperparameters or gradients have changed since; it raises until a state is loaded. After
-                Ctrl-C in a collective call: build a new optimizer.
-            Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
-                equal then, except parameters that a rank has converted.
+                step(), or hyperparameters or gradients were changed after it; every step() raises until a state is
+                loaded. Also if Ctrl-C has interrupted a collective call; then build a new optimizer.
+            Exception: any other error of a rank, on every rank; errors of step hooks are raised only where they occur.
+                Replicas are still equal, except for parameters that a rank has converted.
         """
         return self._engine.stepper.step(closure, kwargs)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients of all parameters so that their norm is at most ``max_norm``. Collective with a hook.
+        """Scale the gradients of all parameters so that their norm is at most ``max_norm``.
 
-        Like :func:`torch.nn.utils.clip_grad_norm_` over the parameters of all groups, even when a communication hook
-        leaves each rank only the gradients that it owns. Without a hook it does not communicate.
+        Does the same as :func:`torch.nn.utils.clip_grad_norm_` over the parameters of all groups, even if each rank has
+        only its parts of gradients, because of a communication hook or :func:`shard_gradients`. Then it is collective.
 
         Args:
             max_norm: the largest norm that is not scaled down.
             norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
-            error_if_nonfinite: whether a norm that is infinite or NaN raises.
+            error_if_nonfinite: whether to raise if the norm is infinite or NaN.
 
         Returns:
             The norm before clipping, as a 0-dim tensor on the gradients' device.
 
         Raises:
-            ValueError: if a communication hook steps during backward, so that there is nothing left to clip.
+            ValueError: if a communication hook steps during backward, which leaves nothing to clip.
             RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
             DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
         """
         return self._engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook that is called before each step, as in torch. Its errors reach no other rank.
+        """Register a hook that is called before each step, as in torch. Its errors are raised on this rank only.
 
         Args:
             hook: called with the optimizer, and the positional and keyword arguments of its step; may return new ones.
         """
         if self._overlap_with_ddp:
             raise ValueError(
-                "this optimizer is stepped during backward by its communication hook, and a step pre-hook would be "
-                "called after the step; use reduce_to_owner_hook"
+                "a communication hook steps this optimizer during backward, so a step pre-hook would be called after "
+                "the step; use reduce_to_owner_hook"
             )
         return super().register_step_pre_hook(hook)
 
@@ -219,12 +219,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Add a group of parameters, and choose their owners; other parameters keep theirs. Collective.
 
         Args:
-            param_group: a dict with ``"params"`` and hyperparameters. It becomes the group, as in torch, unless it has
-                an ``optimizer_class`` or another option of this package; then a copy does.
+            param_group: a dict with ``"params"`` and hyperparameters. As in torch, this dict becomes the group; if it
+                has an ``optimizer_class`` or another option of this package, a copy of it does.
 
         Raises:
-            TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
-            DisagreementError: if ranks add different groups; no rank adds one then.
+            TypeError, ValueError: if it is not such a dict, or a parameter is already in a group.
+            DisagreementError: if ranks add different groups; then no rank adds one.
         """
         register, constructors = super().add_param_group, self._constructors
         if not self.initialized:
@@ -256,22 +256,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         The rank keeps it until the next step, load or new group; until then the other ranks list only placeholders.
 
         Args:
-            to: the group rank that receives the state, an integer of any kind. Other ranks need no more memory.
+            to: the rank in the process group that receives the state, an integer of any type. Other ranks need no extra
+                memory.
 
         Raises:
             ValueError: if there is no such rank.
-            StateMapError: if an entry of the state can be neither joined nor moved without pickle, or only some owners
-                of a cut tensor have it, for example after a first step that failed on the others.
+            StateMapError: if an entry of the state cannot be joined or cannot be moved without pickle, or if only some
+                owners of a cut tensor have it, for example because the first step failed on the others.
             DisagreementError, PeerLostError: if ranks pass different targets, or one is gone.
         """
         self._engine.consolidate(to)
 
     def init_state(self) -> None:
-        """Make the state of all trainable parameters if there is none on any rank. Collective.
+        """Initialize the state of all trainable parameters if no rank has any. Collective.
 
-        The state is the plain optimizer's after a step with zero gradients and learning rate 0;
-        ``torch.distributed.checkpoint`` makes such a step to find the entries. Parameters, gradients and
-        hyperparameters are unchanged, and no hook is called. No-op if there is state.
+        The state equals the plain optimizer's after a step with zero gradients and learning rate 0, which is how
+        ``torch.distributed.checkpoint`` finds the entries. Parameters, gradients and hyperparameters are unchanged, and
+        no hook is called. No-op if there is state.
 
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
@@ -283,7 +284,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the state of the optimizer as this rank has it. Not collective; call it at any time.
 
         Args:
-            keys: ``"names"`` for the names of the parameters in place of their indices.
+            keys: ``"names"`` to use the names of parameters as keys in place of their indices.
 
         Returns:
             ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
@@ -319,9 +320,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 clears the state. It is not modified, and its tensors are not kept.
             from_rank: the group rank whose state dict all ranks load; it sends each rank its part. The other ranks pass
                 an empty dict.
-            keys: ``"names"`` if its keys are names of parameters, which may be in another order then.
-            group: loads the checkpoint of a plain optimizer into the groups that share this group's local optimizer;
-                the others keep their state. Without ``from_rank``, and with integers as keys.
+            keys: ``"names"`` if its keys are names of parameters; their order may then differ.
+            group: the index of a param group. The checkpoint is a plain optimizer's, and is loaded into the groups that
+                share this group's local optimizer; other groups keep their state. Not with ``from_rank`` or names.
 
         Raises:
             TypeError, ValueError: if groups, parameters or entries do not fit this optimizer.
@@ -337,7 +338,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 given = given if changed is None else changed
             if group is not None and given:
                 if from_rank is not None or keys != "indices":
-                    raise ValueError("load_state_dict(group=...) takes neither from_rank nor keys")
+                    raise ValueError("load_state_dict(group=...) supports neither from_rank nor keys='names'")
                 return with_part(self._engine.list_state(), self.group_assignment, group, given)
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
@@ -356,13 +357,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if others:
             raise AttributeError(
                 f"this optimizer has {1 + len(others)} local optimizers, for {names_of(self._engine.local.classes)}: "
-                f"they are in local_optimizers"
+                f"use local_optimizers"
             )
         return first
 
     @property
     def local_optimizers(self) -> tuple[Optimizer, ...]:
-        """The local optimizers, over this rank's shards: one for each class and its arguments."""
+        """The local optimizers, over this rank's shards: one for each combination of class and arguments."""
         return tuple(self._engine.local.members)
 
     @property
@@ -377,7 +378,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes, calls and seconds of waiting so far."""
+        """The bytes, calls and seconds of waiting counted so far."""
         return self._engine.coordinator.traffic
 
     @property
@@ -388,16 +389,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def describe(self) -> OptimizerDescription:
         """Return the owners, the buckets of a communication hook, and the traffic so far. Not collective.
 
-        ``print(optimizer)`` shows it as text; ``dataclasses.asdict()`` makes a dict of it.
+        ``print(optimizer)`` shows it as text; ``dataclasses.asdict()`` converts it to a dict.
         """
         return self._engine.describe()
 
     @property  # type: ignore[override] # torch annotates it narrowly
     def state(self) -> MutableMapping[Any, Any]:
-        """The state of all parameters that have some.
+        """The state of all parameters that have state.
 
         Entries of this rank's shards are the local optimizer's own dicts, not copies; a part has the shape of its rows.
-        Other entries are placeholders, which have a shape; reading them raises.
+        Other entries are placeholders, which have a shape but no values; reading them raises.
         """
         return self._state_view
 
@@ -441,7 +442,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device on which ``Join`` counts the ranks that still run: the first parameter's."""
+        """The device on which ``Join`` counts the ranks that still have data: the first parameter's."""
         return self._engine.local.params[0].device
 
     @property
@@ -458,13 +459,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def train(self) -> Callable[[], Any]:
         """Call the local optimizer's ``train()``, which schedule-free optimizers have. Collective.
 
-        Parameters that it changes are broadcast. A second call in a row broadcasts none, unless it has changed
-        parameters or param groups again; changes that a second call makes only through ``.data`` are not detected.
+        It broadcasts the parameters that it changes. A second call in a row broadcasts only if it has changed
+        parameters or param groups again; it does not detect changes that it has made only through ``.data``.
 
         Raises:
-            AttributeError: when looked up, if the local optimizer's class has no such method.
+            AttributeError: when the attribute is read, if the local optimizer's class has no such method.
             DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
-            Exception: what any rank's optimizer raises, on every rank; replicas are equal then.
+            Exception: an error of any rank's optimizer, on every rank; replicas are still equal.
         """
         return self._engine.train_or_eval("train")
 
@@ -475,7 +476,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def takes_buckets(self) -> bool:
-        """True if a communication hook reduces gradients bucket by bucket."""
+        """True if a communication hook or :func:`shard_gradients` reduces gradients bucket by bucket."""
         return self._engine.exchange is not None
 
     @disable_dynamo
@@ -490,9 +491,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             mode: when shards are stepped.
-            names: the model's names, for errors about parameters without names; equal on all ranks.
+            names: the model's names, for errors about parameters that were passed without names; equal on all ranks.
             norms: whether ranks exchange the 2-norms of all gradients at the end of each backward, so that torch's
-                functions for clipping work. The first call decides. If backward steps shards, there are no norms.
+                functions for clipping work. The first call decides. Ignored if shards are stepped during backward.
 
         Raises:
             ValueError: if another mode is in use, ``overlap_with_ddp`` does not fit the mode, parameters cannot be
@@ -500,18 +501,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._engine.join.context is not None:
             raise ValueError(
-                "the optimizer is in a Join block, in which ranks without data cannot follow a communication hook. "
+                "the optimizer is in a Join block, where ranks without data cannot follow a communication hook. "
                 "With uneven data leave the hook out"
             )
         if self._overlap_with_ddp and mode is StepMode.IN_STEP:
             raise ValueError(
-                "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
-                "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
+                "the optimizer was built with overlap_with_ddp=True, so a communication hook must step it: register "
+                "hook_with_zero_step or hook_with_zero_step_interleaved, or build it without overlap_with_ddp"
             )
         if not self._overlap_with_ddp and mode is not StepMode.IN_STEP:
             raise ValueError(
-                "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or "
-                "register reduce_to_owner_hook, which leaves stepping to step()"
+                "a communication hook can step only an optimizer that was built with overlap_with_ddp=True: build it "
+                "so, or register reduce_to_owner_hook, which leaves stepping to step()"
             )
         made = self._engine.for_hooks
         if made is None:
@@ -525,7 +526,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.local.params)}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return for each rank the public param groups, with only the parameters of which it owns a part."""
+        """Return, for each rank, the public param groups with only the parameters of which the rank owns a part."""
         owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._engine.local.params)}
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
@@ -536,7 +537,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _sync_param_groups(
         src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: list[dict[str, Any]]
     ) -> None:
-        """Copy every attribute except the members from one list of groups to another."""
+        """Copy hyperparameters from one list of groups to another."""
         for source, target in zip(src_param_groups, dst_param_groups, strict=True):
             target.update(hyperparameters_of(source))
 
@@ -550,7 +551,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return f"{type(self).__name__} of {self._engine.describe().to_text()}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse pickling and deep copies: a process group cannot be copied.
+        """Refuse pickling and deep copies, because a process group cannot be copied.
 
         Raises:
             TypeError: always.
@@ -568,13 +569,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 @cache
 def _register(kind: type) -> None:
-    """Make a class a virtual subclass of torch's.
+    """Register a class as a virtual subclass of torch's.
 
-    Call it when the first optimizer is built, and not when the class is made: importing torch's class takes most of a
-    second, for modules that the first step would import anyway.
+    Call it when the first optimizer is built, not when the class is defined, because importing torch's class takes most
+    of a second. The first step would import the same modules anyway.
     """
     with warnings.catch_warnings():
-        # Importing it warns, because torch is going to remove it.
+        # The import warns, because torch is going to remove the class.
         warnings.simplefilter("ignore")
         try:
             from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero

@@ -18,9 +18,9 @@ from zeroshard.sharding_join import ShardingJoin
 
 
 class GradientSharding:
-    """Controls the sharded gradients of one model; :func:`shard_gradients` makes it. Training goes on if you drop it.
+    """Controls the sharded gradients of one model; :func:`shard_gradients` returns it. You need not keep it.
 
-    ``.grad`` of a parameter is a :class:`GradPlaceholder` after backward, see there.
+    After backward, ``.grad`` of a parameter is a :class:`GradPlaceholder`.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, source: ShardedGradients, hooks: ModelHooks) -> None:
@@ -28,10 +28,10 @@ class GradientSharding:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank, unreduced, in backwards in the block. A rank then has all gradients.
+        """Accumulate gradients on each rank in the block, without reducing them. Each rank then holds all gradients.
 
-        The next backward outside of the block reduces the sums. A backward outside of any block reduces its gradients
-        at once, and adds them to what is there: that takes 1/N of the memory, and more communication.
+        The next backward outside of the block reduces the sums. Without this block, each backward reduces its gradients
+        and adds them to the parts that this rank holds, which takes 1/N of the memory but more communication.
         """
         before, self._source.accumulates = self._source.accumulates, True
         try:
@@ -43,23 +43,23 @@ class GradientSharding:
     def join(
         self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
     ) -> Iterator[None]:
-        """Train on as many batches as each rank has, in the block. Collective.
+        """Let ranks train on different numbers of batches in the block. Collective.
 
-        A rank that leaves its loop sends gradients of zero, and takes part in norms, clipping and steps, until all
-        ranks have. Every backward, step and clip, and every forward that broadcasts buffers, takes two small exchanges.
-        At the end all ranks have the parameters and buffers of the last one.
+        A rank that has left its loop sends zero gradients, and takes part in norms, clipping and steps, until all ranks
+        have left theirs. Each backward, step and clip, and each forward that broadcasts buffers, adds two small
+        exchanges. At the end all ranks have the parameters and buffers of the rank that left last.
 
         Args:
-            divide_by_initial_world_size: whether gradients are averaged over all ranks, or over those that still have
-                data.
-            throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
+            divide_by_initial_world_size: if True, average gradients over all ranks; if False, over the ranks that still
+                have data.
+            throw_on_early_termination: raise an error on every rank as soon as one rank has run out of data.
 
         Raises:
             DisagreementError: if ranks that still have data make different calls; on every rank.
             PeerLostError: if a rank is gone.
-            RuntimeError: if a rank leaves with gradients that no backward has reduced; the optimizer is in another
-                block; or a rank has run out of data, and ``throw_on_early_termination`` is set, or another calls what
-                needs all ranks, such as ``load_state_dict()``.
+            RuntimeError: if a rank leaves its loop with gradients that no backward has reduced; if the optimizer is in
+                another block; or if a rank has run out of data, and ``throw_on_early_termination`` is True or another
+                rank calls a method that needs all ranks, such as ``load_state_dict()``.
             Exception: an error of another rank in the block.
         """
         engine = self._optimizer._engine
@@ -68,17 +68,17 @@ class GradientSharding:
             yield
 
     def remove(self) -> None:
-        """Remove all hooks from the model, and its reduced gradients. Call it on every rank; it sends nothing.
+        """Remove all hooks and reduced gradients from the model. Call it on every rank; it does not communicate.
 
         Raises:
-            RuntimeError: if gradients wait for a step, which are dropped, or an exception has left the last backward.
-                The hooks are removed all the same.
+            RuntimeError: if it has dropped gradients that waited for a step, or if an exception interrupted the last
+                backward. The hooks are removed in both cases.
         """
         try:
             self._source.close_interrupted()
             if waiting := self._source.table.waiting():
                 raise RuntimeError(
-                    f"the gradient of {waiting} waits for step(), and remove() has dropped it: call step() or "
+                    f"the gradient of {waiting} waited for step(), and remove() has dropped it: call step() or "
                     f"zero_grad() before remove()"
                 )
         finally:
@@ -98,32 +98,32 @@ def shard_gradients(
     broadcast_buffers: bool = True,
     norms: bool = True,
 ) -> GradientSharding:
-    """Reduce gradients to their owners during backward, and keep this rank's parts alone (ZeRO stage 2). Collective.
+    """Reduce gradients to their owners during backward, and keep only this rank's parts (ZeRO stage 2). Collective.
 
-    This takes the place of ``DistributedDataParallel(model)``: gradients are averaged over the ranks of the optimizer's
-    process group, and the model itself stays what it is. A rank keeps 1/N of all gradients, and two buckets while
-    backward runs. As with DistributedDataParallel, rank 0's parameters and buffers are sent to all ranks now, and its
-    buffers before each forward with gradients.
+    Use this in place of ``DistributedDataParallel(model)``. It averages gradients over the ranks of the optimizer's
+    process group, and does not wrap the model. A rank keeps 1/N of all gradients, and two buckets while backward runs.
+    Like DistributedDataParallel, it broadcasts rank 0's parameters and buffers now, and rank 0's buffers before each
+    forward with gradients enabled.
 
-    Several backwards before a step add up. Every rank makes the same number of backwards outside of
-    :meth:`GradientSharding.no_sync`, and each of them computes a gradient of at least one parameter.
+    Several backwards before a step add up. Every rank must make the same number of backwards outside of
+    :meth:`GradientSharding.no_sync`, and each of them must compute a gradient of at least one parameter.
 
     Args:
-        model: the module to call, on its device and in its dtype. Not in DistributedDataParallel or ``fully_shard``.
-        optimizer: the optimizer of all parameters that are trained.
-        bucket_mb: the size of a bucket in MiB. A larger parameter is a bucket of its own.
-        broadcast_buffers: whether rank 0 sends its buffers before each forward with gradients.
+        model: the module to call, on its device and in its dtype, without DistributedDataParallel or ``fully_shard``.
+        optimizer: the optimizer of all trainable parameters of the model.
+        bucket_mb: the size of a bucket in MiB. A parameter of at least half that size gets its own bucket.
+        broadcast_buffers: whether rank 0 broadcasts its buffers before each forward with gradients enabled.
         norms: whether ranks exchange the 2-norm of each gradient at the end of each backward, as for
             ``zeroshard_integrations.ddp.register_reduce_to_owner``.
 
     Returns:
-        A handle with ``no_sync()``, ``join()`` and ``remove()``. You may drop it: the optimizer keeps what works.
+        A handle with ``no_sync()``, ``join()`` and ``remove()``. You need not keep it; the optimizer keeps the hooks.
 
     Raises:
-        TypeError: if the model is no module or the optimizer is not sharded.
+        TypeError: if the model is not a module or the optimizer is not sharded.
         ValueError: if the model is in DistributedDataParallel, if the model and the optimizer do not have the same
-            trained parameters, if the optimizer steps during backward or shards gradients already, or if a parameter is
-            complex or has sparse gradients.
+            trainable parameters, if the optimizer steps during backward or already shards gradients, or if a parameter
+            is complex or has sparse gradients.
         DisagreementError: if ranks differ in names, shapes or settings.
         PeerLostError: if a rank is gone.
 
@@ -143,9 +143,9 @@ def shard_gradients(
         >>> dist.destroy_process_group()
     """
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise TypeError(f"shard_gradients() takes a zeroshard.ZeroRedundancyOptimizer, and not a {type(optimizer)}")
+        raise TypeError(f"shard_gradients() expects a zeroshard.ZeroRedundancyOptimizer, but got {type(optimizer)}")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"shard_gradients() takes a torch.nn.Module, and not a {type(model)}")
+        raise TypeError(f"shard_gradients() expects a torch.nn.Module, but got {type(model)}")
     engine = optimizer._engine
     names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
 
@@ -172,8 +172,8 @@ def _check(model: nn.Module, names: Mapping[torch.Tensor, str], optimizer: ZeroR
         raise ValueError("shard_gradients() takes the place of DistributedDataParallel: pass the module itself")
     if optimizer._overlap_with_ddp:
         raise ValueError(
-            "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
-            "without that"
+            "the optimizer was built with overlap_with_ddp=True, so a communication hook must step it: build it "
+            "without overlap_with_ddp"
         )
     if engine.exchange is not None:
         raise ValueError("gradients of this optimizer are reduced already, by a hook or an earlier shard_gradients()")
@@ -181,23 +181,23 @@ def _check(model: nn.Module, names: Mapping[torch.Tensor, str], optimizer: ZeroR
     for param, name in names.items():
         if param.requires_grad and param not in own:
             raise ValueError(
-                f"the optimizer does not have {name!r}, which is trained: give it all parameters, or freeze those that "
-                f"are not to be trained; give experts, one per rank, a model and an optimizer of their own"
+                f"the optimizer does not have {name!r}, which is trainable: pass all trainable parameters to the "
+                f"optimizer, or freeze the others; experts (one per rank) need their own model and optimizer"
             )
         if param.is_complex():
-            raise ValueError(f"{name!r} is complex, and its gradient cannot be sharded: use real parameters")
+            raise ValueError(f"{name!r} is complex, so its gradient cannot be sharded: use real parameters")
         if getattr(param, "grad_dtype", None) not in (None, param.dtype):
             raise ValueError(f"{name!r} is {param.dtype}, but its `grad_dtype` is not: its gradient cannot be sharded")
         if is_ignored_by_ddp(param):
             raise ValueError(
-                f"{name!r} is ignored by DistributedDataParallel, but every rank would get rank 0's values of it here: "
-                f"give experts a model and an optimizer of their own"
+                f"DistributedDataParallel would ignore {name!r}, but here every rank would get rank 0's values of it: "
+                f"experts need their own model and optimizer"
             )
     for index, tensor in enumerate(engine.local.params):
         if tensor not in names:
             raise ValueError(
                 f"the model does not have {engine.layouts.layout.plan.tensors[index].name!r}, which the optimizer has: "
-                f"pass the model that has all of its parameters"
+                f"pass the model that has all parameters of the optimizer"
             )
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided or 0 in buffer.stride():

@@ -2,8 +2,8 @@
 
 The order is fixed: this rank looks at its parameters; all ranks agree that they are in the same step of the same
 optimizer with the same layout, and that no rank has an error; each updates its shards and broadcasts them; and they
-agree that this has succeeded everywhere. A hook that steps each bucket as soon as it is reduced has agreed, updated and
-broadcast during backward, in :mod:`zeroshard.grads.exchange`; the step then ends that.
+agree that this has succeeded on all ranks. A hook that steps each bucket as soon as it is reduced does all of this
+during backward, in :mod:`zeroshard.grads.exchange`; a call of ``step()`` then only checks the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stepper:
     join: JoinState
     debugging: StepChecks | None
     init_state: Callable[[], None]
-    """Makes the state of all ranks. Collective."""
+    """Initializes the state of all ranks. Collective."""
     describe: Callable[[], str]
     exchange: GradSource | None = None
 
@@ -61,12 +61,12 @@ class Stepper:
             try:
                 if closure is not None or arguments:
                     raise ValueError(
-                        "this optimizer is stepped during backward by its communication hook, so step() takes neither "
-                        "a closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
+                        "a communication hook steps this optimizer during backward, so step() takes neither a closure "
+                        "nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
                     )
                 return exchange.accept_step()
             except Exception as raised:
-                # Only this rank knows, because this sends nothing else.
+                # No other rank knows of the error, because this call sends nothing else.
                 self.coordinator.tell(raised)
                 raise
         error: Exception | None = None
@@ -89,7 +89,7 @@ class Stepper:
     def look(self, *, as_backward_begins: bool = False) -> Seen:
         """Prepare a step: return the layout that fits the model, or an error that the agreement raises on all ranks.
 
-        Lays out parameters again that have moved in memory, and ends a backward that has not ended.
+        If parameters have moved in memory, they are laid out again. If a backward has not ended, it is ended.
         """
         layout = self.layouts.layout
         if as_backward_begins and self.changes.moved():
@@ -111,11 +111,11 @@ class Stepper:
         return Seen(found, found is not layout)
 
     def apply(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
-        """Make a step, and return the result of the inner one. Collective.
+        """Make a step, and return the result of the inner step. Collective.
 
-        Every rank raises the error of any rank, also one that it passes as ``error`` because it has occurred before.
-        Replicas are equal then, except parameters that a rank has converted or exchanged. ``seen`` is the result of
-        :meth:`look` when the backward began that may have stepped some buckets.
+        If a rank has an error, every rank raises it; ``error`` is one that occurred before this call. Replicas are
+        still equal, except for parameters that a rank has converted or replaced. If a backward may have stepped some
+        buckets, ``seen`` is the result of :meth:`look` from when that backward began.
         """
         with self.guard:
             return self._apply(arguments, error, seen or self.look(), by_bucket=seen is not None)
@@ -134,7 +134,7 @@ class Stepper:
             coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
         if self.exchange is not None:
             self.exchange.table.norms.forget()
-        # Inside Join a rank without data gets only what it needs for a step.
+        # Inside Join a rank without data gets only the gradients that it needs for a step.
         if self.debugging is not None and self.exchange is None and self.join.context is None:
             self.debugging.compare_gradients()
         if seen.is_new:
@@ -149,7 +149,7 @@ class Stepper:
             if error is not None:
                 raise error
             result = self._update(arguments, by_bucket=by_bucket)
-        except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and raise its error then
+        except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and then raise its error
             failure = raised
         self._end(digest, failure, by_bucket=by_bucket)
         self.changes.record_hyperparameters()
@@ -161,10 +161,10 @@ class Stepper:
         return result
 
     def _agree_to_begin(self, layout: Layout, error: Exception | None, *, by_bucket: bool) -> None:
-        """Return if all ranks are about to make the same step, and none has an error. Collective."""
+        """Return if all ranks are about to make the same step and no rank has an error; raise otherwise. Collective."""
         once = None
         if self.exchange is not None:
-            once = {"the checksum of what was done to gradients after backward()": self.exchange.table.norms.checksum}
+            once = {"the checksum of operations on gradients after backward()": self.exchange.table.norms.checksum}
         try:
             with record_function("zeroshard::agree"):
                 check_config(self.coordinator, "step()", layout.config, error=error, once=once)
@@ -177,7 +177,7 @@ class Stepper:
                 raise error from (error.__cause__ or error.__context__ or lost)
             raise
         except Exception:
-            # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
+            # A hook may have stepped and sent buckets on some ranks; the other ranks wait for the remaining buckets.
             if by_bucket:
                 self._end(None, None, by_bucket=True)
             raise
@@ -195,7 +195,7 @@ class Stepper:
     def _end(self, digest: int | None, failure: Exception | None, *, by_bucket: bool) -> None:
         """Broadcast and agree; raise the error of any rank's update on every rank. Collective.
 
-        A ``digest`` of None agrees with all.
+        A ``digest`` of None agrees with any other.
         """
         try:
             found = self._broadcast_and_agree(digest, failure, by_bucket=by_bucket)

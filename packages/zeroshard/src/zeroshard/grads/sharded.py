@@ -159,7 +159,7 @@ class ShardedGradients(GradSource):
                     raise RuntimeError(self.table.left_out)
                 self.buckets.follow_params()
                 number, checksum = f"backward number {self._backwards}", self.table.norms.checksum
-                done = f", and the checksum of what was done to gradients before it is {checksum}" if checksum else ""
+                done = f", and the checksum of operations on gradients before it is {checksum}" if checksum else ""
                 proposal.digest = zlib.crc32(f"{number}{done}".encode(), self.buckets.digest)
                 proposal.detail = lambda: f"{number} in {self.buckets}{done}"
         self.release()
