@@ -276,7 +276,7 @@ def test_an_average_that_is_loaded_for_a_frozen_layer_is_applied_on_all_ranks() 
 def test_wrong_uses_are_refused() -> None:
     sides = Sides()
     sides.train(range(1))
-    with pytest.raises(ValueError, match="has averages of its parameters already"):
+    with pytest.raises(ValueError, match="already has averages of its parameters"):
         AveragedParameters(sides.sharded)
     sides.sharded.consolidate_state_dict()
     without = ZeroRedundancyOptimizer(sides.model.parameters(), optim.AdamW)

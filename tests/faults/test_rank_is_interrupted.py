@@ -86,7 +86,7 @@ def test_a_step_that_was_interrupted_breaks_the_optimizer_until_it_is_built_agai
         PLACES[place](run.sharded.optim, interrupted)
     with pytest.raises(kind if is_mine else PeerLostError):
         run.iterate(2)
-    again = r"earlier call was not finished.*load a checkpoint and build the optimizer again, on a new process group"
+    again = r"earlier call did not finish.*load a checkpoint, and build the optimizer again on a new process group"
     for call in AFTER_AN_INTERRUPTION.values():
         with pytest.raises(RuntimeError, match=rf"rank {rank}: an {again}"):
             call(run.sharded)
@@ -158,7 +158,7 @@ def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str,
             sharded.step(interrupt if how == "in a closure" else None)
         for call in AFTER_AN_INTERRUPTION.values():
             with pytest.raises(
-                RuntimeError, match=rf"rank {rank}: an earlier call .*It was ended by: KeyboardInterrupt"
+                RuntimeError, match=rf"rank {rank}: an earlier call .*The call was ended by: KeyboardInterrupt"
             ):
                 call(sharded)
     else:
@@ -178,5 +178,5 @@ def test_no_rank_waits_for_one_that_is_interrupted_in_backward(rank: int, hook: 
     twins.optimizer.zero_grad()
     with pytest.raises(PeerLostError if rank else KeyboardInterrupt):
         twins.backward(twins.ddp, 2)
-    with pytest.raises(RuntimeError, match="load a checkpoint and build the optimizer again, on a new process group"):
+    with pytest.raises(RuntimeError, match="load a checkpoint, and build the optimizer again on a new process group"):
         twins.optimizer.step()

@@ -71,7 +71,7 @@ def test_calls_that_need_all_ranks_are_refused(operation: str) -> None:
             loop.use(lambda optimizer: getattr(optimizer, operation)(argument))
         usual(loop, number)
 
-    uneven.refuse(script, "need all ranks, and one has run out of data: call them outside of Join")
+    uneven.refuse(script, "need all ranks, but a rank has run out of data: call them outside of Join")
     assert len(uneven.optimizer.param_groups) == 1
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_told_to_ranks_that_have_ended_is_refused() -> None:
     groups[0]["note"] = object()
     uneven.refuse(
         usual,
-        "rank [12]: .*cannot be told the hyperparameter 'note': it is an? object",
+        "rank [12]: .*cannot receive the hyperparameter 'note': it is an? object",
         error=(TypeError, ValueError),
         until=UNCHECKED,
     )
@@ -101,7 +101,7 @@ def test_what_cannot_be_told_to_ranks_that_have_ended_is_refused() -> None:
         loop.step(note=object())
 
     uneven = short([2, 4, 4], optimizer=(Noted, {"lr": 0.1}))
-    uneven.refuse(script, r"cannot be told the argument 'note' of step\(\)", error=(TypeError, ValueError))
+    uneven.refuse(script, r"cannot receive the argument 'note' of step\(\)", error=(TypeError, ValueError))
 
 
 @pytest.mark.ranks(2, backend="gloo")

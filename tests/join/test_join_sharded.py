@@ -273,7 +273,7 @@ def test_ranks_with_data_that_make_other_calls_are_told(rank: int) -> None:
 def test_calls_that_need_all_ranks_are_refused(rank: int) -> None:
     training = Training("whole")
     assert training.sharding is not None
-    with pytest.raises(RuntimeError, match="need all ranks, and one has run out of data"), training.sharding.join():
+    with pytest.raises(RuntimeError, match="need all ranks, but a rank has run out of data"), training.sharding.join():
         if rank == 1:
             training.optimizer.load_state_dict(training.optimizer.state_dict())
 
@@ -282,5 +282,5 @@ def test_calls_that_need_all_ranks_are_refused(rank: int) -> None:
 def test_a_block_in_a_block_is_refused() -> None:
     training = Training("whole")
     assert training.sharding is not None
-    with training.sharding.join(), pytest.raises(RuntimeError, match="another block"), training.sharding.join():
+    with training.sharding.join(), pytest.raises(RuntimeError, match="already in a join"), training.sharding.join():
         pass

@@ -27,7 +27,7 @@ from zeroshard_comm import RankGroup
 
 CLASSES = {name: item for name, item in ELEMENTWISE_OPTIMIZERS.items() if name == item[0].__name__}
 CLASSES |= {"Adafactor": (optim.Adafactor, {}), "Muon": (optim.Muon, {}), "SGD": (optim.SGD, {"momentum": 0.9})}
-ONLY_WHOLE = "captured in a CUDA graph only over the backend 'nccl', and if no tensor is cut"
+ONLY_WHOLE = "captured in a CUDA graph only with the backend 'nccl' and if no tensor is cut"
 WAYS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"maximize": True}, {"capturable": True}]
 
 

@@ -346,7 +346,7 @@ def test_a_terminal_shows_a_bar_for_each_optimizer(command: Command, monkeypatch
         (["train:make_model", "--partition", "even"], "--partition 'even' is not one of whole, split, level"),
         (
             ["train:make_model", "--memory", "24"],
-            "--memory: '24' is no amount of memory: write a number and one of bytes, kB, MB, GB",
+            "--memory: '24' is not an amount of memory: write a number and one of bytes, kB, MB, GB",
         ),
         (["train:make_model", "--require-fit"], "--require-fit needs --memory"),
     ],

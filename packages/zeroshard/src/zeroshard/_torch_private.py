@@ -25,15 +25,15 @@ USED: Mapping[str, str] = {
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
     "torch._C._current_graph_task_id": "whether this thread is in a backward",
     "torch._C._current_autograd_node": "in which node of another backward one is nested; whether it is compiled",
-    "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward",
+    "torch.autograd.Variable._execution_engine": "queues callbacks for the end of a backward",
     "torch.autograd._unsafe_preserve_version_counter": "buffers are broadcast between a forward and its backward",
     "torch._C._storage_Use_Count": "whether the memory of a gradient has another user than its tensor",
-    "torch.distributed._broadcast_coalesced": "buffers in as few broadcasts as DistributedDataParallel makes",
+    "torch.distributed._broadcast_coalesced": "sends buffers in as few broadcasts as DistributedDataParallel does",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "whether a model is called in one",
-    "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
-    "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
+    "torch._disable_dynamo": "keeps torch.compile out of our code; torch.compiler.disable imports the compiler",
+    "torch.Tensor._version": "whether a tensor was written to; the public function only increments it",
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
-    "torch._C._disabled_torch_function_impl": "a tensor subclass whose results are tensors, and no instances of it",
+    "torch._C._disabled_torch_function_impl": "a tensor subclass whose results are plain tensors",
     "torch.utils._foreach_utils._get_foreach_kernels_supported_devices": "where AveragedModel averages in one call",
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
     "torch.ops.aten._foreach_norm": "how torch.nn.utils reaches gradients without memory",
@@ -45,7 +45,7 @@ USED: Mapping[str, str] = {
     "torch._amp_foreach_non_finite_check_and_unscale_": "what GradScaler does to gradients, for those with memory",
     "torch.ops.aten._to_copy": "how a model's conversion reaches gradients without memory",
     "torch.ops.aten._unsafe_view": "how flatten() of a tensor that is not in row-major order reaches such gradients",
-    "torch.ops.aten._has_compatible_shallow_copy_type": "what a conversion asks on devices outside of torch itself",
+    "torch.ops.aten._has_compatible_shallow_copy_type": "a conversion calls it on devices that are not torch's own",
     "torch.ops.aten._pin_memory": "how a checkpoint that is staged reaches state without memory",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
@@ -92,12 +92,12 @@ def in_autograd() -> bool:
 
 
 def in_compiled_backward() -> bool:
-    """Return True in a hook of a gradient that compiled autograd calls: no node of the graph runs then."""
+    """Return True if compiled autograd calls the current hook of a gradient: no node of the graph runs then."""
     return torch._C._current_autograd_node() is None
 
 
 def keep_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which writes to tensors are not seen by autograd, which may have saved them."""
+    """Return a context in which autograd does not see writes to tensors, which it may have saved."""
     context: AbstractContextManager[None] = vars(torch.autograd)["_unsafe_preserve_version_counter"](tuple(tensors))
     return context
 

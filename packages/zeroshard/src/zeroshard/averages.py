@@ -1,4 +1,4 @@
-"""Averages the parameters over steps, for example as an exponential moving average. Every rank keeps 1/N of it."""
+"""Averages the parameters over steps, for example by an exponential moving average. Each rank keeps 1/N of it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Averaging = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], Non
 
 
 class AveragedParameters:
-    """Average the parameters over steps, as :class:`torch.optim.swa_utils.AveragedModel` does, each on its owner only.
+    """Average the parameters over steps, as :class:`torch.optim.swa_utils.AveragedModel` does, only on their owners.
 
-    A rank keeps 1/N of the average in the optimizer's state. ``state_dict()`` lists it as ``"average_param"``, and
-    checkpoints contain it, for any number of ranks. Make this object before you load one. With master weights, it
-    averages these.
+    Each rank keeps 1/N of the average in the optimizer's state. ``state_dict()`` lists it as ``"average_param"``, and
+    checkpoints contain it, for any number of ranks. Construct this object before you load a checkpoint. With master
+    weights, it averages the master weights.
 
     Buffers, and parameters that were never trainable, are not averaged.
 
@@ -36,10 +36,10 @@ class AveragedParameters:
         multi_avg_fn: updates averages elementwise; ``torch.optim.swa_utils`` makes such functions, for example
             ``get_ema_multi_avg_fn(0.999)``. If None, all steps have equal weights.
 
-    Constructing it is collective, :meth:`update` is not.
+    The constructor is collective, but :meth:`update` is not.
 
     Raises:
-        ValueError: if the optimizer has averages already.
+        ValueError: if the optimizer already has averages.
 
     Example::
 
@@ -58,7 +58,7 @@ class AveragedParameters:
         self._averages = _Averages(engine.coordinator)
         with engine.collective(), agreed(engine.coordinator, "AveragedParameters()"):
             if AVERAGE in engine.local.extra.names:
-                raise ValueError("this optimizer has averages of its parameters already: use those")
+                raise ValueError("this optimizer already has averages of its parameters: use its AveragedParameters")
         engine.local.extra.add(self._averages)
 
     @property
@@ -86,7 +86,7 @@ class AveragedParameters:
         """Set the parameters to their averages on all ranks while the block runs. Collective.
 
         Each rank keeps a copy of their values, which takes as much memory as the parameters. Leaving the block restores
-        them without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
+        them without communication, even after an exception on one rank. In the block, ``step()``, :meth:`update`,
         ``load_state_dict()``, ``add_param_group()`` and another :meth:`applied` raise.
 
         Raises:
@@ -122,7 +122,7 @@ class AveragedParameters:
 
 
 def _average_equally(averages: list[torch.Tensor], present: list[torch.Tensor], count: torch.Tensor) -> None:
-    """Give all steps equal weights, in the operations of AveragedModel, which differ between devices."""
+    """Give all steps equal weights, by the same operations as AveragedModel, which differ between devices."""
     if averages[0].device.type in foreach_devices():
         get_swa_multi_avg_fn()(averages, present, count)
         return
@@ -154,7 +154,7 @@ class _Averages(ExtraEntries):
             if average is not None and average.shape == shard.tensor.shape:
                 self._averages[shard.index] = average.to(shard.tensor.device, shard.tensor.dtype)
             elif self.count:
-                # A parameter that is trainable from now on had its current values in all updates.
+                # A parameter that has become trainable had its current values in all updates.
                 self.entries(shard)
 
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:

@@ -15,12 +15,14 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", text)
     if found is None:
-        raise ValueError(f"{text!r} is no amount of memory: write a number and one of {', '.join(_UNITS)}, as 80GiB")
+        raise ValueError(
+            f"{text!r} is not an amount of memory: write a number and one of {', '.join(_UNITS)}, such as 80GiB"
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write bytes in decimal units, with four digits.
+    """Format bytes in decimal units, with four significant digits.
 
     >>> format_bytes(12.3456e9), format_bytes(-2.5e6), format_bytes(0)
     ('12.35 GB', '-2.5 MB', '0 bytes')

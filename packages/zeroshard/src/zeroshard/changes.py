@@ -1,7 +1,7 @@
-"""Finds what a training loop has changed since the last collective call, by comparing with a snapshot.
+"""Detects what a training loop has changed since the last collective call, by comparison with a snapshot.
 
-A step begins by comparing, so that one in which nothing has changed skips all that depends on the model, and ends by
-taking the next snapshot. Everything here concerns one rank; nothing communicates.
+A step begins with the comparison, and if nothing has changed, it skips all work that depends on the model. It ends by
+taking the next snapshot. Everything here is local to one rank; nothing communicates.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 class Seen:
     """The layout that fits the model on this rank before a step, or the error that this rank has found.
 
-    ``is_new``: it differs from the one in use, or must be computed after the backward. ``is_agreed``: all ranks have
-    agreed, during backward, to step with the one in use.
+    ``is_new`` is True if the layout differs from the one in use, or must be computed after the backward. ``is_agreed``
+    is True if all ranks have agreed, during backward, to step with the layout in use.
     """
 
     layout: Layout
@@ -41,15 +41,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a loop can change, as this rank saw it last.
+    """The values that a training loop can change, as this rank last saw them.
 
     Attributes:
-        places: addresses, sizes and strides of the parameters, when they were laid out.
+        places: addresses, sizes and strides of the parameters when they were last laid out.
         active: which parameters a step could change then.
-        hyperparameters: for each group the values after the last step, see :func:`_frozen`.
-        kept: the values that may be changed in place, or of which ``hyperparameters`` has the id.
-        fixed: the keys and values of all groups, for a fast comparison; empty if ``kept`` is not.
-        entries: for each entry of this rank's state, what :func:`_entry` returned at the last exchange.
+        hyperparameters: for each group, the values after the last step, see :func:`_frozen`.
+        kept: the values that may be changed in place, or whose id is in ``hyperparameters``.
+        fixed: the keys and values of all groups, for a fast comparison; empty if ``kept`` has any.
+        entries: for each entry of this rank's state, the result of :func:`_entry` at the last exchange.
     """
 
     places: _Places = ([], [], [])
@@ -66,8 +66,8 @@ class Changes:
     Only the methods ``record_...`` and :meth:`read_hyperparameters` change it, in the thread that calls the optimizer.
 
     Attributes:
-        agreed: the hyperparameters that must be equal on all ranks, as text. These are the values that the user, and
-            not a step, wrote: a step may write others on a rank that owns no tensor of a group.
+        agreed: the hyperparameters that must be equal on all ranks, as text. These are the values that the user wrote,
+            not a step, because a step may write other values on a rank that owns no tensor of a group.
         checksum: the CRC-32 of ``agreed``.
     """
 
@@ -80,7 +80,7 @@ class Changes:
     # ------------------------------------------------------------------ the model
 
     def in_model(self) -> bool:
-        """Return True if parameters were exchanged, moved, frozen or unfrozen."""
+        """Return True if parameters were replaced, moved, frozen or unfrozen."""
         local, last, inner = self._local, self._last, self._local.inner_groups()
         params = [param for group in local.groups for param in group["params"]]
         return (
@@ -107,7 +107,7 @@ class Changes:
     # ------------------------------------------------------------------ hyperparameters
 
     def in_hyperparameters(self) -> list[tuple[int, str]]:
-        """Return group and key of each hyperparameter that was written, added or removed since the last snapshot."""
+        """Return the group and key of each hyperparameter that was set, added or removed since the last snapshot."""
         if self._is_fixed():
             return []
         changed: list[tuple[int, str]] = []
@@ -134,7 +134,7 @@ class Changes:
         return self.checksum
 
     def set_agreed(self, agreed: Mapping[str, str]) -> None:
-        """Replace :attr:`agreed`. It stays in order, because a list in order is sorted fast."""
+        """Replace :attr:`agreed`. It is kept sorted, because sorting a sorted list is fast."""
         self.agreed = dict(sorted(agreed.items()))
         self.checksum = zlib.crc32("\0".join([*self.agreed, *self.agreed.values()]).encode())
 
@@ -156,11 +156,11 @@ class Changes:
         return found
 
     def written_in(self, numbers: Collection[int]) -> list[tuple[int, str]]:
-        """Return group and key of each value in these groups that differs from the last snapshot."""
+        """Return the group and key of each value in these groups that differs from the last snapshot."""
         return [(number, key) for number, key in self.in_hyperparameters() if number in numbers]
 
     def _is_fixed(self) -> bool:
-        """Return True if all groups have the objects that they had after the last step, none of which can change."""
+        """Return True if all groups have the same immutable objects as after the last step."""
         last = self._last.fixed
         now = self._entries_of_groups() if last else []
         return bool(last) and len(now) == len(last) and all(map(is_, now, last))
@@ -189,7 +189,7 @@ class Changes:
         return len(values) != len(self._last.entries) or not all(map(_is_same, self._last.entries, values))
 
     def record_entries(self) -> None:
-        """Record the entries of this rank's state, of which other ranks know the kinds."""
+        """Record the entries of this rank's state, whose kinds the other ranks know now."""
         self._last = replace(self._last, entries=[*map(_entry, self._entries())])
 
     def _entries(self) -> list[Any]:
@@ -218,7 +218,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
 
 
 def _frozen(value: Any, kept: list[object]) -> object:  # noqa: ANN401 - a hyperparameter
-    """Return what a later value is compared with: plain values themselves, tensors by version, other objects by id.
+    """Return a form to compare later values with: a plain value itself, a tensor's id and version, or an object's id.
 
     Objects that may be changed in place, or whose id is returned, are appended to ``kept``.
     """
@@ -232,12 +232,12 @@ def _frozen(value: Any, kept: list[object]) -> object:  # noqa: ANN401 - a hyper
         return {key: _frozen(part, kept) for key, part in value.items()}
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
-    # NumPy's scalars and arrays are numbers and lists.
+    # Compare NumPy's scalars and arrays as numbers and lists.
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else id(value)
 
 
 def _entry(value: object) -> object:
-    """Return a weak reference to a tensor, and the type of any other entry, for `_is_same`; None for a container."""
+    """Return a weak reference to a tensor, or the type of any other entry, for `_is_same`; None for a container."""
     if isinstance(value, (Mapping, list, tuple)):
         return None
     # The reference is weak, so that a tensor is freed when another one replaces it.

@@ -24,7 +24,7 @@ def clip_over_ranks(
 
     The host does not wait for an accelerator, unless ``error_if_nonfinite`` asks for the norm. ``owned_gradients``
     returns this rank's parts of all gradients, or raises an error, which every rank raises. Returns the norm before
-    clipping, in the dtype and on the device of the ``first`` parameter, and the factor; None if nothing was scaled.
+    clipping, in the dtype and on the device of the ``first`` parameter, and the factor, None if nothing was scaled.
     """
     parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device=first.device)
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:

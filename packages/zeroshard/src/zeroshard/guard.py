@@ -1,4 +1,4 @@
-"""Keeps the errors of an optimizer that outlive a call: an exchange is incomplete, or a loop misuses a hook."""
+"""Holds the errors of an optimizer that persist after a call: an exchange is incomplete, or a loop misuses a hook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroshard_core import Plan
 
 
 class Guard:
-    """Keeps the errors of one optimizer that outlive a call. Use it as a context around every exchange.
+    """Holds the errors of one optimizer that persist after a call. Use it as a context around every exchange.
 
     Attributes:
         broken: the error that every further call raises; None if all exchanges were completed.
@@ -59,14 +59,14 @@ class Guard:
             return
         if ranks.backend("cuda") != "nccl" or any(len(owners) > 1 for owners in plan.owners):
             raise RuntimeError(
-                "step() of a sharded optimizer can be captured in a CUDA graph only over the backend 'nccl', and if no "
-                "tensor is cut: others travel through the host, which a replay leaves out, or in buffers that other "
-                "steps use. Use nccl and partition='whole', or capture forward and backward alone, for example by "
-                "torch.cuda.make_graphed_callables"
+                "step() of a sharded optimizer can be captured in a CUDA graph only with the backend 'nccl' and if no "
+                "tensor is cut: other backends send tensors through the host, which a replay leaves out, and cut "
+                "tensors use buffers that other steps use too. Use nccl and partition='whole', or capture only forward "
+                "and backward, for example with torch.cuda.make_graphed_callables"
             )
 
     def mark_broken(self, error: BaseException) -> None:
-        """Make :meth:`check_broken` raise from now on: a later message could be mistaken for one that is in flight.
+        """Make :meth:`check_broken` raise from now on: a later message could be mistaken for one still in flight.
 
         If a rank was lost, or this one was interrupted (by a `BaseException` that is not an `Exception`), close the
         connections, so that no rank waits for this one. In a group of one rank an interruption breaks nothing.
@@ -79,8 +79,8 @@ class Guard:
         if self.broken is None:
             kind = PeerLostError if isinstance(error, PeerLostError) else RuntimeError
             self.broken = kind(
-                f"rank {ranks.rank}: an earlier call was not finished, and messages of it may still be on their way: "
-                f"load a checkpoint and build the optimizer again, on a new process group. It was ended by: "
+                f"rank {ranks.rank}: an earlier call did not finish, and its messages may still be in flight: load a "
+                f"checkpoint, and build the optimizer again on a new process group. The call was ended by: "
                 f"{type(error).__name__ if is_interruption else error}"
             )
 

@@ -1,6 +1,6 @@
 """Announces the calls of ranks with data in Join, and makes the same calls of an optimizer on ranks without data.
 
-Inside a Join context every rank announces each call before it communicates, or that it has run out of data.
+Inside a Join context, every rank announces each call before it communicates, or announces that it has no more data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call(IntEnum):
     FORWARD = 3
     FORWARD_WITHOUT_GRADIENTS = 4
     BACKWARD = 5
-    """The begin of a backward that reduces."""
+    """The start of a backward that reduces gradients."""
     NOTIFY = 6
     """A call of a joinable that is neither a model in DistributedDataParallel nor a sharded optimizer."""
     REFUSED = 7
@@ -46,7 +46,7 @@ class Call(IntEnum):
 
 @dataclass(frozen=True)
 class JoinCall:
-    """The announcement of one rank: its call, and if that is NOTIFY, the 1-based index of the joinable as ``place``."""
+    """The announcement of one rank: its call, and if that is NOTIFY, the joinable's 1-based index in ``place``."""
 
     call: Call
     place: int = 0
@@ -58,7 +58,7 @@ class JoinCall:
 
 @dataclass(frozen=True)
 class JoinRound:
-    """The call of the ranks that still have data, or JOINED if there are none; and both kinds of ranks, ascending."""
+    """The call of the ranks that still have data (JOINED if there are none), and the ranks with and without data."""
 
     made: JoinCall
     running: tuple[int, ...]
@@ -117,12 +117,12 @@ class JoinState:
         self._coordinator, self._local, self._changes = coordinator, local, changes
         self._step, self._consolidate, self._clip = step, consolidate, clip
         self.sends_gradients = True
-        """Whether ranks without data get their gradients from others; if not, they have them. Contexts set it."""
+        """Whether ranks without data get gradients from another rank; if not, they have them. Set by the context."""
         self.context: Callable[[Call], JoinRound] | None = None
-        """Announces a call in the Join context that the optimizer is in; None outside. Contexts set it."""
+        """Announces a call in the Join context that the optimizer is in; None outside. Set by the context."""
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and send its values to ranks that have run out of data. Collective; no-op outside."""
+        """Announce a call, and send its values to ranks without data. Collective; no-op outside of Join."""
         if self.context is None:
             return
         join_round = self.context(call)
@@ -143,13 +143,13 @@ class JoinState:
             param.grad = None
 
     def _exchange_values(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send the values of a call to ranks without data, which set them. Return its arguments. Collective."""
+        """Send the values of a call to ranks without data, which adopt them. Return its arguments. Collective."""
         coordinator, source, call = self._coordinator, join_round.running[0], join_round.made.call
         rank, sent = coordinator.ranks.rank, dict[int, Any]()
         with agreed(coordinator, "a method inside Join"):
             if call is Call.REFUSED:
                 what = "add_param_group(), load_state_dict(), train(), eval() and step(closure)"
-                raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
+                raise RuntimeError(f"{what} need all ranks, but a rank has run out of data: call them outside of Join")
             if rank == source:
                 values = self._values_of(call, arguments)
                 for peer in join_round.joined:
@@ -170,7 +170,7 @@ class JoinState:
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
-            write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
+            write_value(value, [], f"a rank has run out of data in Join, and cannot receive {name}: it")
         return {"groups": groups, "agreed": self._changes.agreed, "arguments": dict(arguments)}
 
     def _parts_of(self, peer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:

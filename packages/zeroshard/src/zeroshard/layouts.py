@@ -26,9 +26,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Layouts:
-    """Holds the layout in use, and the policy that computes it. All ranks agree on another one before :meth:`adopt`.
+    """Holds the layout in use, and the policy that computes it. All ranks must agree on a new one before :meth:`adopt`.
 
-    ``source`` reduces gradients during backward, and follows the layout; None without one.
+    ``source`` reduces gradients during backward, and adopts each new layout; None if there is no source.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Layouts:
         self._lay_out()
 
     def update(self) -> Layout:
-        """Return the layout that fits the user's changes since the last step, or raise an error of this rank alone."""
+        """Return the layout that fits the user's changes since the last step, or raise an error on this rank only."""
         self._guard.check_allowed()
         self._guard.check_capture(self._local.params, self.layout.plan)
         check_members(self._local.groups, self._local.params)
@@ -55,15 +55,15 @@ class Layouts:
         return self.follow_params()
 
     def follow_params(self) -> Layout:
-        """Like :meth:`update`, but only for changes of the parameters.
+        """Do the same as :meth:`update`, but only for changes of the parameters.
 
-        Copies data that was rebound but not converted into its flat buffer; without one, lays out all parameters again
-        at once, because that concerns no other rank.
+        Data that was rebound but not converted is copied into its flat buffer. If it has none, all parameters are laid
+        out again at once, because that affects no other rank.
         """
         layout, params, groups = self.layout, self._local.params, self._local.groups
         moved = self._changes.moved()
         if moved and self._buffers.buffers:
-            # Before values are copied apart: parameters that share memory now would not share it any more.
+            # Check before values are copied: parameters that share memory now would no longer share it.
             check_memory(groups, active_mask(params))
             if self._buffers.restore(layout.plan, moved):
                 self._local.rebind()
@@ -83,7 +83,7 @@ class Layouts:
         return layout
 
     def _check_not_converted(self, plan: Plan) -> None:
-        """Raise a ValueError if a parameter with state on this rank was converted since the layout in use."""
+        """Raise a ValueError if a parameter with state on this rank was converted after the layout was adopted."""
         for index, shard in self._local.shards.items():
             has_state = shard.is_master or bool(self._local.own_state(shard))
             if has_state and not same_place(self.layout.plan.tensors[index], plan.tensors[index]):

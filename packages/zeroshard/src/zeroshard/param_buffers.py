@@ -13,7 +13,7 @@ from zeroshard.plan.layout import label_in
 
 
 class ParamBroadcast:
-    """Broadcasts parameters from their owners to all ranks; each call counts once until :meth:`reset`."""
+    """Broadcasts parameters from their owners to all ranks. Repeated calls are no-ops until :meth:`reset`."""
 
     def __init__(self, params: Sequence[torch.Tensor], broadcasters: Sequence[ParameterBroadcaster]) -> None:
         self._params, self._broadcasters = list(params), broadcasters
@@ -44,9 +44,8 @@ class ParamBroadcast:
 def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
     """Send this rank's shards, and wait for the other ranks' shards. Collective.
 
-    Until all ranks agree afterwards, others may still be reading this rank's shards.
-
-    They are in the same order on every rank; some may have been sent before.
+    The broadcasts are in the same order on every rank; some may have been sent before. Until all ranks agree
+    afterwards, other ranks may still be reading this rank's shards.
     """
     try:
         # Send to all ranks before waiting for any.
@@ -65,7 +64,7 @@ def broadcast_params(
 ) -> None:
     """Broadcast the chosen parameters outside of a step. Collective.
 
-    Ranks must agree afterwards, because others may still be reading.
+    Ranks must agree afterwards, because other ranks may still be reading this rank's shards.
     """
     buffers = ParamBuffers(coordinator, as_bucket_view=False)
     buffers.lay_out(params, plan, chosen)
@@ -73,12 +72,11 @@ def broadcast_params(
 
 
 class ParamBuffers:
-    """Owns the flat buffers of the parameters, if requested.
+    """Owns the flat buffers of the parameters, if requested, and broadcasts the parameters.
 
-    Only :meth:`lay_out` and :meth:`restore` change it; a step only reads it. A parameter that was packed stays in its
-    buffer.
-    With ``as_bucket_view`` they are packed into flat buffers, and become views of them. ``broadcast`` sends all
-    parameters that a step may change, together.
+    With ``as_bucket_view``, parameters are packed into flat buffers and become views of them. A parameter that was
+    packed stays in its buffer. ``broadcast`` sends all parameters that a step may change at once. Only :meth:`lay_out`
+    and :meth:`restore` change this object; a step only reads it.
     """
 
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:
@@ -120,7 +118,7 @@ class ParamBuffers:
         """Copy packed parameters among ``moved`` back into their buffers; return True if there are any.
 
         Raises:
-            RuntimeError: if one has another shape, dtype, device or memory format than its place; then none is copied.
+            RuntimeError: if one does not fit its place in shape, dtype, device or memory format; then none is copied.
         """
         rebound = {index: self._params[index] for index in moved if index in self._packed}
         for index, param in rebound.items():

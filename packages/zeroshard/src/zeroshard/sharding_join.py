@@ -1,7 +1,7 @@
-"""Trains a model whose gradients are sharded on uneven inputs, until every rank has used all its data.
+"""Trains a model with sharded gradients on uneven inputs, until every rank has used all its data.
 
 Every rank announces each forward that broadcasts buffers, each backward, and each call of the optimizer. A rank without
-data makes the same call: it sends gradients of zero, and repeats what the loop of the others has done to gradients.
+data makes the same call: it sends zero gradients, and repeats the operations of the others' loops on gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardingJoin:
             yield
             self._shadow_others()
         except Exception as error:
-            # Others wait in a backward for what this rank sends, and in any other place for an announcement.
+            # In a backward, the other ranks wait for this rank's buckets; elsewhere they wait for an announcement.
             if not (self._is_reported or self._source.in_backward or isinstance(error, DisagreementError)):
                 fail(self._coordinator, error)
             raise
@@ -50,7 +50,7 @@ class ShardingJoin:
         with agreed(self._coordinator, "join()", explain) as proposal:
             proposal.digest, proposal.detail = 2 * divides_by_running + throws, lambda: settings
             if self._state.context is not None:
-                raise RuntimeError("the optimizer is in another block of join(): leave that one first")
+                raise RuntimeError("the optimizer is already in a join() block: leave that block first")
         size = self._coordinator.ranks.world_size
         self._throws, source, state = throws, self._source, self._state
         source.table.norms.log = []
@@ -75,7 +75,7 @@ class ShardingJoin:
         running, joined = self._round.running, self._round.joined
         if self._throws and joined and running:
             raise RuntimeError(
-                f"rank {joined[0]} has run out of data, and throw_on_early_termination is set: an error on every rank"
+                f"rank {joined[0]} has run out of data, and throw_on_early_termination is set, so every rank raises"
             )
         if joined and (running or before):
             last = [rank for rank in joined if rank not in before]
@@ -84,7 +84,7 @@ class ShardingJoin:
         return self._round
 
     def _exchange_gradients(self, sources: Sequence[int], receivers: Sequence[int]) -> None:
-        """Repeat on ranks without data what the loop of the others has done to gradients. Collective."""
+        """Repeat on ranks without data the operations of the others' loops on gradients. Collective."""
         rank, table, params = self._coordinator.ranks.rank, self._source.table, self._source.params
         if rank == sources[0]:
             reduced = [tensor for tensor, param in enumerate(params) if type(param.grad) is GradPlaceholder]

@@ -1,6 +1,6 @@
-"""Supports ``train()`` and ``eval()`` of schedule-free optimizers, which exchange averages for parameters there.
+"""Supports ``train()`` and ``eval()`` of schedule-free optimizers, which swap parameters and their averages.
 
-Each rank calls its inner optimizers' method, and sends the parameters and groups that it changes to all ranks.
+Each rank calls the method of its inner optimizers, and sends the parameters and groups that it changes to all ranks.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class TrainMode:
         return results[0] if len(local.members) == 1 else None
 
     def _versions(self) -> object:
-        """Return a value that differs if a shard or a param group was changed. It misses writes to ``.data``."""
+        """Return a value that differs after a shard or a param group was changed. It misses writes to ``.data``."""
         versions = [version_of(shard.tensor) for shard in self.local.shards.values()]
         return versions, settings_of(self.local.groups, in_step=True)
 
     def _send_groups(self) -> None:
-        """Send entries that an owner's class wrote to a group, such as train_mode, to ranks without its parameters."""
+        """Send entries that a class wrote to a group, such as train_mode, to ranks that own none of its parameters."""
         plan, rank, owners = self.local.plan, self.coordinator.ranks.rank, defaultdict[int, set[int]](set)
         for spec, ranks in zip(plan.tensors, plan.owners, strict=True):
             owners[spec.group].update(ranks)
