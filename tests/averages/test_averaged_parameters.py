@@ -281,7 +281,7 @@ def test_wrong_uses_are_refused() -> None:
     sides.sharded.consolidate_state_dict()
     without = ZeroRedundancyOptimizer(sides.model.parameters(), optim.AdamW)
     given = sides.sharded.state_dict() if dist.get_rank() == 0 else {}
-    with pytest.raises(ValueError, match=r"extra entry 'average_count'; .* make zeroshard.AveragedParameters"):
+    with pytest.raises(ValueError, match=r"extra entry 'average_count'; .* construct zeroshard.AveragedParameters"):
         without.load_state_dict(given, from_rank=0)
     with Join([sides.sharded]), pytest.raises(RuntimeError, match="averages cannot be updated inside Join"):
         sides.average.update()

@@ -53,7 +53,7 @@ def test_a_group_appended_past_the_optimizer_is_no_checkpoint(rank: int, where: 
     run = Run()
     if is_mine(where, rank):
         run.sharded.param_groups.append({"params": [nn.Parameter(torch.zeros(2))]})
-    with pytest.raises(ValueError, match="there are 2 param groups where there should be 1") as caught:
+    with pytest.raises(ValueError, match="expected 1 param groups, but there are 2") as caught:
         run.sharded.consolidate_state_dict(to=0)
     assert_blames(caught.value, where)
     if is_mine(where, rank):

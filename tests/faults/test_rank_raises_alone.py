@@ -109,7 +109,7 @@ def test_a_backward_that_raises_on_one_rank_is_an_error_on_the_other(
         with pytest.raises(ZeroDivisionError):
             twins.backward(twins.ddp, 2)
         # What is under way cannot be called back: nothing of it is stepped, and DDP itself refuses to go on.
-        with pytest.raises(RuntimeError, match="the last backward did not come to its end on rank 1"):
+        with pytest.raises(RuntimeError, match="the last backward did not finish on rank 1"):
             twins.optimizer.step()
         twins.ddp.module.fails = False
         twins.optimizer.zero_grad()
@@ -155,7 +155,7 @@ def test_an_exception_behind_the_last_bucket_is_told_to_all(
         twins.optimizer.zero_grad()
     else:
         loss.backward()
-    with pytest.raises(RuntimeError, match="the last backward did not come to its end on rank 0"):
+    with pytest.raises(RuntimeError, match="the last backward did not finish on rank 0"):
         twins.optimizer.clip_grad_norm_(1.0) if clips else twins.optimizer.step()
 
 

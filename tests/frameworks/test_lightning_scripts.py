@@ -268,7 +268,7 @@ def test_a_module_has_no_hooks_after_training(fails, tmp_path, monkeypatch):
         with raises_on(ArithmeticError, ranks=[0, 1], match="in backward"):
             fit()
         handle.remove()
-        with raises_on(PeerLostError, ranks=[0, 1], match="an exception has left it. Start again from a checkpoint"):
+        with raises_on(PeerLostError, ranks=[0, 1], match="an exception interrupted it. Start again from a checkpoint"):
             fit()
     else:
         fit()

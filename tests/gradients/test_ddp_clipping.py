@@ -248,8 +248,8 @@ def test_torchs_grad_scaler_skips_the_same_steps(rank: int, partition: str, clip
         (lambda params: clip_by_norm(params, 3.0, foreach=True), r"norm of order 3.0.*clip_grad_norm_"),
         (lambda params: params[0].grad.norm(dim=0), "a norm over some dimensions"),
         (lambda params: params[0].grad.norm(dtype=torch.float32), "another dtype"),
-        (lambda params: params[0].grad.mul_(torch.ones(40)), "another tensor than a number"),
-        (lambda params: torch.ones_like(params[0]).mul_(params[0].grad), "another tensor than a number"),
+        (lambda params: params[0].grad.mul_(torch.ones(40)), "a tensor other than a number"),
+        (lambda params: torch.ones_like(params[0]).mul_(params[0].grad), "a tensor other than a number"),
         (
             lambda params: params[0].grad.add_(1.0),
             r"adding is not supported on it:\nevery rank knows its 2-norm, p\.grad\.norm\(\)",

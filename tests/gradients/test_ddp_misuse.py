@@ -255,7 +255,7 @@ def test_experts_one_per_rank_are_refused(rank: int, hook: str, listed: str, whe
     arguments = {"process_group": ddp.process_group, "overlap_with_ddp": steps_in_backward(hook), "lr": 0.1}
     optimizer = ZeroRedundancyOptimizer(first, optim.SGD, **arguments)
     words = (
-        r"checksum of tensor \d '.*', which DistributedDataParallel ignores \(give experts.* an optimizer of their own"
+        r"checksum of tensor \d '.*', which DistributedDataParallel ignores \(experts.* need an optimizer of their own"
     )
     if when == "from the start":
         with pytest.raises(DisagreementError, match=words):
@@ -305,7 +305,7 @@ def test_a_group_of_parameters_that_ddp_does_not_reduce_is_refused(rank: int, ho
         for _, param in harmless:
             param._ddp_ignored = True
         added = added if rank == 1 else {"params": harmless, "lr": 0.5}
-    words = r"'3\.weight' is added after the first backward .*\nBuild both with all parameters .* unfreeze them later"
+    words = r"'3\.weight' was added after the first backward .*\nBuild both with all parameters, .* unfreeze them later"
     with raises_on(ValueError, ranks=(0, 1), match=words):
         optimizer.add_param_group(added)
     assert len(optimizer.param_groups) == 1

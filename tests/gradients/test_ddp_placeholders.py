@@ -196,7 +196,7 @@ def test_changes_of_a_flattened_gradient_are_refused() -> None:
     twins, ours, _ = reduced()
     flat = ours[0].grad.view(-1)
     for change in (lambda: flat.mul_(2.0), lambda: flat.zero_(), lambda: setattr(flat, "data", torch.ones(2560))):
-        with pytest.raises(RuntimeError, match=r"it is not the gradient of its parameter.*change p\.grad itself"):
+        with pytest.raises(RuntimeError, match=r"it is a copy or an earlier gradient.*change p\.grad"):
             change()
     step_and_check(twins)
 
@@ -242,7 +242,7 @@ def test_the_gradient_of_another_parameter_is_refused() -> None:
     twins, ours, _ = reduced()
     first, second = ours[1::2][:2]
     first.grad, second.grad = second.grad, first.grad
-    with pytest.raises(RuntimeError, match="which stands for another gradient"):
+    with pytest.raises(RuntimeError, match="which belongs to another gradient"):
         twins.optimizer.step()
 
 
@@ -260,7 +260,7 @@ def test_assigning_the_data_of_a_gradient_is_refused(rank: int, hook: str, parti
             assert torch.equal(param.grad, torch.ones_like(param))
     # A hook that has stepped in backward has nothing to agree on.
     if hook == "reduce_to_owner_hook" or where == "on all ranks" or rank == 1:
-        told = r"(was replaced after backward\(\) had|has not been) reduced.*: \.grad (or \.grad\.data )?was assigned"
+        told = r"(was replaced after backward\(\) had|has not been) reduced.*: .*\.grad (or \.grad\.data )?was assigned"
         with pytest.raises(RuntimeError, match=told):
             twins.optimizer.step()
     for name, value in twins.ddp.module.state_dict().items():
@@ -295,6 +295,6 @@ def test_gradients_of_torch_autograd_grad_are_told_so_on_every_rank() -> None:
     for param, grad in zip(params, torch.autograd.grad(twins.ddp(batch(1)).sum(), params), strict=True):
         param.grad = grad
     with raises_on(
-        RuntimeError, ranks=(0, 1), match=r"has not been reduced.*: \.grad was assigned, as after torch\.autograd"
+        RuntimeError, ranks=(0, 1), match=r"has not been reduced.*: perhaps \.grad was assigned, .* torch\.autograd"
     ):
         twins.optimizer.step()

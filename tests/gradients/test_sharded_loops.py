@@ -137,7 +137,7 @@ def test_a_step_in_a_hook_is_refused(rank: int) -> None:
     model = layers()
     optimizer = sharded(model)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(RuntimeError, match=r"called inside of backward\(\), as in a hook"):
+    with pytest.raises(RuntimeError, match=r"called inside of backward\(\), for example in a hook"):
         model(batch(rank, 0)).sum().backward()
 
 

@@ -167,9 +167,9 @@ def test_a_hook_of_ddp_comes_too_late() -> None:
     optimizer = optimizer_of(model)
     sharding = shard_gradients(model, optimizer)
     ddp = DistributedDataParallel(model, process_group=group_of())
-    with pytest.raises(ValueError, match=r"call remove\(\) before a hook is registered"):
+    with pytest.raises(ValueError, match=r"call remove\(\) before you register a hook"):
         register_reduce_to_owner(ddp, optimizer)
-    with pytest.raises(RuntimeError, match="is called by a DistributedDataParallel"):
+    with pytest.raises(RuntimeError, match="DistributedDataParallel calls this model"):
         ddp(torch.ones(1, 12))
     sharding.remove()
     register_reduce_to_owner(ddp, optimizer)
@@ -397,7 +397,7 @@ def test_an_exception_in_backward_ends_the_training_on_all_ranks(
     if raises:
         with pytest.raises(ZeroDivisionError):
             training.on_this_rank().loss().backward()
-        with pytest.raises(RuntimeError, match=f"the last backward did not come to its end on rank {rank}"):
+        with pytest.raises(RuntimeError, match=f"the last backward did not finish on rank {rank}"):
             calls[then]()
     else:
         with pytest.raises(PeerLostError, match=f"rank {rank} lost "):

@@ -183,8 +183,8 @@ FINE: dict[str, Callable[..., Any]] = {
     "closure": OfAClosure,
 }
 UNTRIED: dict[str, tuple[Callable[..., Any], str]] = {
-    "random": (Dropping, "it differs from itself under one seed"),
-    "time": (Unsteady, "it differs from itself under one seed"),
+    "random": (Dropping, "two runs of it with the same seed differ"),
+    "time": (Unsteady, "two runs of it with the same seed differ"),
     "takes matrices": (OfMatrices, "AssertionError"),
     "raises": (Raising, "RuntimeError: this tensor is too small"),
     "communicates": (Averaging, "it communicates"),
@@ -205,7 +205,7 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_couples_tensors_is_refused(kind: str, rate: float) -> None:
     factory, model = COUPLED[kind], small_model()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"couples tensors: it steps two tensors together otherwise"):
+        with pytest.raises(ValueError, match=r"couples tensors: it steps two tensors together differently"):
             ZeroRedundancyOptimizer(model.parameters(), factory, lr=rate)
     ZeroRedundancyOptimizer(model.parameters(), factory, lr=rate, coupled="allow")
 

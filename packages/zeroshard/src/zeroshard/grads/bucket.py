@@ -47,10 +47,10 @@ class Bucket:
 
 
 class OwnedGradients(ABC):
-    """Hands the gradients of this rank's shards of a bucket to the local optimizer. Call :meth:`lay_out` first.
+    """Passes the gradients of this rank's shards of a bucket to the local optimizer. Call :meth:`lay_out` first.
 
     Buckets have the same ``index`` on every rank. ``offsets`` and ``length`` count elements in the bucket. Subclasses
-    know where the values lie.
+    know where the values are stored.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class OwnedGradients(ABC):
         """Among these, the tensors that are parameters themselves."""
 
     def lay_out(self, local: LocalOptimizer) -> None:
-        """Use the present shards of this rank."""
+        """Use the current shards of this rank."""
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self.owned_params = [shard.param for shard in self._owned.values() if not shard.is_detached]
@@ -114,18 +114,18 @@ def runs_of(plan: Plan, tensors: Sequence[int], offsets: Sequence[int]) -> list[
 
 
 def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Return the view of a gradient, or a part, by its parameter's strides: DDP's own views are in row-major order."""
+    """Return a view of a gradient or a part, with its parameter's strides: DDP's own views are in row-major order."""
     return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)
 
 
 def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
-    """Return the device of all active parameters. Raises ValueError if they are on several."""
+    """Return the device of all active parameters. Raises ValueError if they are on several devices."""
     active = [index for index, is_active in enumerate(layout.active) if is_active]
     device = params[active[0]].device if active else torch.device("cpu")
     for index in active:
         if params[index].device != device:
             raise ValueError(
                 f"{label_in(layout.plan, index)} is on {params[index].device}, and {label_in(layout.plan, active[0])} "
-                f"on {device}: a hook or shard_gradients() exchanges parameters of one device. Move them, or use none"
+                f"on {device}: hooks and shard_gradients() need all on one device. Move them, or use neither"
             )
     return device

@@ -1,6 +1,6 @@
-"""Keeps the buckets of DistributedDataParallel: who owns which range, where the means lie, and the step of each.
+"""Holds the buckets of DistributedDataParallel: the owners of their ranges, the averaged gradients, and their steps.
 
-Ranks agree on each bucket when it first arrives. A new layout is given to each.
+Ranks agree on each bucket when it first arrives. All buckets adopt each new layout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _logger = logging.getLogger(__name__)
 _EXPLAIN = "rank {2} has ended {0}, and rank {3} {1}: ranks must make the same calls on the same model".format
 
 _SETTLED = 3
-"""Number of equal backwards after which the next one should have the same buckets: DDP rebuilds them once, before."""
+"""The number of equal backwards after which buckets should not change again: DDP rebuilds them once, before that."""
 
 
 class BucketState(OwnedGradients):
-    """Holds which ranges of a bucket each rank owns, and the buffer of the last backward.
+    """Holds the ranges of a bucket that each rank owns, and the buffer of the last backward.
 
-    Owners never change; call :meth:`lay_out` before anything else, and when this rank's shards have changed. The table
-    has the states of the gradients: ``steppable`` says for each parameter whether a step uses its gradient.
+    Owners never change. Call :meth:`lay_out_with` before anything else, and after this rank's shards have changed. The
+    table has the states of the gradients: ``steppable`` says for each parameter whether a step uses its gradient.
     ``broadcast`` sends the new values of the parameters; it is empty if all are broadcast together.
     """
 
@@ -46,7 +46,7 @@ class BucketState(OwnedGradients):
         super().__init__(bucket.index, tensors, bucket.params, bucket.offsets, bucket.buffer.numel())
         self.reducer = transport.reducer(runs_of(plan, self.tensors, self.offsets), bucket.buffer)
         self._views: dict[int, torch.Tensor] = {}
-        # The last result of `gradients`, with its argument.
+        # The argument and the result of the last call of `gradients`.
         self._bound: tuple[tuple[bool, ...], list[torch.Tensor | None]] | None = None
         self.buffer: torch.Tensor | None = None
         self.adopt_buffer(bucket)
@@ -56,7 +56,7 @@ class BucketState(OwnedGradients):
         return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
 
     def is_replaced_by(self, bucket: Bucket) -> bool:
-        """Return True if a bucket lies in other memory than the buffer."""
+        """Return True if there is a buffer, and a bucket is in other memory."""
         return self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr()
 
     def adopt_buffer(self, bucket: Bucket) -> None:
@@ -69,7 +69,7 @@ class BucketState(OwnedGradients):
         self.failure: Exception | None = None
 
     def release(self) -> None:
-        """Drop the buffer, whose gradients were used, because the framework needs its memory for another bucket."""
+        """Drop the buffer after its gradients were used, because the framework needs its memory for another bucket."""
         self.buffer, self._bound, self._views = None, None, {}
         self.reducer.release()
         for shard in self._owned.values():
@@ -80,15 +80,15 @@ class BucketState(OwnedGradients):
         for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
             if param.stride() != stride and plan.is_cut(index):
                 raise ValueError(
-                    f"{label_in(plan, index)} is cut and has changed its memory format, and its gradients have the old "
-                    f"one: convert the model before DistributedDataParallel and the optimizer are built"
+                    f"{label_in(plan, index)} is cut and has changed its memory format, but its gradients have the old "
+                    f"format: convert the model before you build DistributedDataParallel and the optimizer"
                 )
         self.lay_out(local)
         self._partial = PartialStepper(local, list(self._owned.values()))
         self.broadcast = broadcast
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
-        """Return the views of the bucket that this rank owns, by tensor; makes them once for each buffer."""
+        """Return views of this rank's parts of the bucket, by tensor. They are made once for each buffer."""
         if self.buffer is not None and not self._views:
             self._views = self._views_in(partial(self.reducer.owned, self.buffer))
         return self._views
@@ -106,7 +106,7 @@ class BucketState(OwnedGradients):
     def gradients(self, steppable: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
         """Return the gradient of each shard that this rank owns, None where ``steppable`` is False."""
         if self.buffer is None and any(steppable):
-            raise RuntimeError("the memory of these gradients was given back: call backward() before the next step()")
+            raise RuntimeError("the memory of these gradients was released: call backward() before the next step()")
         if self._bound is None or self._bound[0] != steppable:
             owned = self.owned_gradients()
             gradients = [owned[self.tensors[place]] if steppable[place] else None for place in self._owned]
@@ -114,7 +114,7 @@ class BucketState(OwnedGradients):
         return self._bound[1]
 
     def step(self, steppable: tuple[bool, ...], arguments: Mapping[str, object]) -> None:
-        """Step this rank's shards, or raise the error of their step during backward. No-op if that has succeeded."""
+        """Step this rank's shards, or raise the error of their step during backward. No-op if that step succeeded."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -124,7 +124,7 @@ class BucketState(OwnedGradients):
                 self._partial.step(arguments)
 
     def step_early(self) -> None:
-        """Step during backward, when all ranks have all gradients. :meth:`step` raises the error."""
+        """Step during backward, which needs a gradient of every parameter. :meth:`step` raises an error of this."""
         try:
             if not all(self.present):
                 raise RuntimeError(
@@ -162,7 +162,7 @@ class Buckets:
 
     Only the exchange and a new layout change this object. ``by_index`` has the state of each bucket by number, equal on
     all ranks; ``arrived`` the buckets of this backward, or of the last one, in order; ``rest`` the other parameters.
-    ``broadcasts_each`` says whether parameters are broadcast bucket by bucket, and not all together.
+    ``broadcasts_each`` says whether parameters are broadcast bucket by bucket rather than all together.
     """
 
     def __init__(
@@ -207,16 +207,16 @@ class Buckets:
         """Raise a ValueError, on this rank only, if parameters were moved or added. Call it before ranks agree."""
         if common_device(params, layout) != self._device:
             raise ValueError(
-                f"parameters were on {self._device} when the communication hook began to work, and have been moved: "
-                f"move the model before DistributedDataParallel and the optimizer are built"
+                f"parameters were moved from {self._device} after the first call of the communication hook: move the "
+                f"model before you build DistributedDataParallel and the optimizer"
             )
-        # Before the first backward nobody knows what DistributedDataParallel reduces.
+        # Before the first backward it is unknown what DistributedDataParallel reduces.
         for index in range(len(self._local.params), len(params)) if self.by_index else ():
             if not is_ignored_by_ddp(params[index]):
                 raise ValueError(
-                    f"{label_in(layout.plan, index)} is added after the first backward with a communication hook, and "
-                    f"DistributedDataParallel does not reduce it.\nBuild both with all parameters and "
-                    f"find_unused_parameters=True; then freeze some, and unfreeze them later"
+                    f"{label_in(layout.plan, index)} was added after the first backward with a communication hook, but "
+                    f"DistributedDataParallel does not reduce it.\nBuild both with all parameters, pass "
+                    f"find_unused_parameters=True, freeze some, and unfreeze them later"
                 )
 
     def _lay_out_rest(self) -> None:
@@ -243,7 +243,7 @@ class Buckets:
                 raise self._table.unreduced(tensor)
             raise RuntimeError(
                 f"{label_in(self._layout.plan, tensor)} has a gradient, but DistributedDataParallel does not reduce "
-                f"it, so that it differs on every rank. Wrap the model again, and build a new optimizer"
+                f"it, so it differs between ranks. Wrap the model again, and build a new optimizer"
             )
 
     def unarrived(self) -> str:
@@ -262,7 +262,7 @@ class Buckets:
             return bucket
         seen = {param for other in before for param in other.params}
         if not seen.isdisjoint(bucket.params):
-            raise RuntimeError("an earlier backward did not come to its end on this rank")
+            raise RuntimeError("an earlier backward did not finish on this rank")
         if not before or before[-1].is_last or bucket.index not in (0, len(before)):
             raise RuntimeError(
                 "buckets of two models arrive in one backward: each model needs an optimizer and a backward of its own"
@@ -318,8 +318,8 @@ class Buckets:
         """Agree with all ranks on a bucket with other parameters than before, and lay it out. Collective."""
         if self._is_expected:
             raise RuntimeError(
-                "buckets have changed after many equal backwards, as if the model had been wrapped in another "
-                "DistributedDataParallel: build a new optimizer for that"
+                "buckets have changed after many equal backwards, as they do if the model was wrapped in "
+                "DistributedDataParallel again: build a new optimizer"
             )
         layout = self._layout
         with agreed(self._coordinator, "backward()") as proposal:

@@ -15,13 +15,13 @@ from zeroshard.plan.layout import Layout, label_in
 
 
 def settings_of_ignored(params: Sequence[torch.Tensor], layout: Layout, first: int = 0) -> dict[str, int]:
-    """Return settings that differ between ranks if parameters do that DistributedDataParallel ignores, from ``first``.
+    """Return checksums of the trainable parameters from ``first`` on that DistributedDataParallel ignores.
 
-    All ranks get the owner's values of such a parameter in a step. Frozen ones are not stepped.
+    They must be equal on all ranks, because all ranks get the owner's values of such a parameter in a step.
     """
     return {
         f"with a communication hook, the checksum of {label_in(layout.plan, index)}, which DistributedDataParallel "
-        f"ignores (give experts, one per rank, an optimizer of their own),": digest_of(params[index])
+        f"ignores (experts, one per rank, need an optimizer of their own),": digest_of(params[index])
         for index in range(first, len(params))
         if params[index].requires_grad and is_ignored_by_ddp(params[index])
     }
@@ -34,7 +34,7 @@ def index_of_param(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, i
     if index is None:
         raise ValueError(
             f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
-            f"have: give it all, or freeze others before DistributedDataParallel is built"
+            f"have: pass it all trainable ones, or freeze the others before you build DistributedDataParallel"
         )
     if refusal := _refusal(bucket, place):
         raise ValueError(f"{label_in(plan, index)} {refusal}; or train without a communication hook")
@@ -51,7 +51,7 @@ def _refusal(bucket: Bucket, place: int) -> str:
     if bucket.gradients[place].dtype != param.dtype:
         return f"is {param.dtype}, and mixed precision of DistributedDataParallel cannot be combined with the hooks"
     if bucket.present[place] and not _has_order(bucket, place):
-        return "has changed its memory format since DistributedDataParallel was built: convert the model before"
+        return "has changed its memory format since DistributedDataParallel was built: convert the model before that"
     return ""
 
 

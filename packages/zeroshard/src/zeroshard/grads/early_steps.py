@@ -1,4 +1,4 @@
-"""Checks the loop if shards are stepped during backward: one such backward for each ``step()``."""
+"""Checks the loop if shards are stepped during backward: each ``step()`` needs exactly one such backward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zeroshard.guard import Guard
 class StepCalls:
     """The functions that step during backward and check the loop. They do not keep the optimizer alive.
 
-    ``look`` looks at the model, with True when a backward begins. ``step`` makes the step that ends a backward, given
-    the result of ``look`` or None; it is collective. ``has_new_hyperparameters`` says whether one was changed since the
-    last step. ``edited_state`` names a tensor whose state was edited since then; empty if none is known.
+    ``look`` looks at the model; its argument is True when a backward begins. ``step`` makes the step that ends a
+    backward, given the result of ``look`` or None; it is collective. ``has_new_hyperparameters`` says whether one was
+    changed since the last step. ``edited_state`` names a tensor whose state was edited since then, or returns ``""``.
     """
 
     look: Callable[[bool], Seen]
@@ -25,7 +25,7 @@ class StepCalls:
 
 
 class EarlySteps:
-    """Counts the backwards that have stepped. ``seen`` is what was seen of the loop when a backward began."""
+    """Counts the backwards that have stepped. ``seen`` is the result of ``look`` from when the backward began."""
 
     def __init__(self, guard: Guard, calls: StepCalls) -> None:
         self._guard, self._calls = guard, calls
@@ -37,9 +37,9 @@ class EarlySteps:
     def make_step(self, prepare: Callable[[], object], skipped: str) -> None:
         """Make the step of a backward, and record whether it has succeeded.
 
-        ``prepare`` raises if no step can be made; ``skipped`` says why a backward has reduced nothing.
+        ``prepare`` raises if no step can be made; ``skipped`` says why a backward has reduced nothing, or is empty.
         """
-        # An error in it has frames, which refer to the optimizer.
+        # Drop it here, because the frames of an error in it refer to the optimizer.
         seen, self.seen = self.seen, None
         try:
             if skipped:
@@ -70,10 +70,10 @@ class EarlySteps:
             raise RuntimeError(refusal)
 
     def accept_step(self, changed: str, *, has_gradients: bool) -> None:
-        """Accept a call of ``step()`` if one backward has stepped, and the loop has changed nothing that it uses.
+        """Accept a call of ``step()``; raise a RuntimeError if the loop has misused the hook since the last call.
 
-        ``changed`` names a tensor whose gradient the loop has changed since. If this raises a RuntimeError, further
-        steps raise it too, until a state is loaded.
+        ``changed`` names a tensor whose gradient the loop has changed since the backward, or is empty. After an error,
+        further steps raise it too, until a state is loaded.
         """
         backwards, self._backwards = self._backwards, 0
         found = ""
@@ -89,9 +89,9 @@ class EarlySteps:
             found = "step() was called again with the same gradients, and no backward has stepped in between"
         if found:
             self._guard.refused = (
-                f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
-                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters, gradients and state "
-                f"after step(); or use reduce_to_owner_hook. Parameters have wrong values: load a state"
+                f"{found}: this communication hook steps during backward, so each step() needs exactly one backward "
+                f"outside of no_sync(). Accumulate under no_sync(), and change hyperparameters, gradients and state "
+                f"after step(); or use reduce_to_owner_hook. Parameters have wrong values now: load a checkpoint"
             )
             raise RuntimeError(self._guard.refused)
 

@@ -5,8 +5,8 @@ that it overlaps with backward. If a transport needs the same order on all ranks
 reductions: after the last bucket, or one bucket later if each is stepped as soon as it is reduced.
 
 At the end of each backward all ranks agree that it was the same backward with the same buckets. They exchange which
-tensors have gradients only if a rank lacks one. A hook that steps in backward agrees at the first bucket, too: whether
-to step bucket by bucket, which changes the order of operations, and whether a rank has an error.
+tensors have gradients only if a rank lacks one. With a hook that steps in backward, ranks also agree at the first
+bucket: on whether a rank has an error, and whether to step bucket by bucket, which changes the order of operations.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from zeroshard.plan.layout import Layout, with_settings
 _BucketFuture = Future[torch.Tensor]
 _ADVICE = Advice(
     held="accumulate under ddp.no_sync(), and synchronize only the last backward; or call zero_grad() before it; or "
-    "use zeroshard.shard_gradients() in place of DistributedDataParallel, which adds them up",
-    unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
-    "no_sync(), and must not be; or a parameter is unused, which needs find_unused_parameters=True, or was frozen: "
-    "wrap the model again",
+    "use zeroshard.shard_gradients(), which adds up gradients, in place of DistributedDataParallel",
+    unreduced="perhaps .grad was assigned, for example after torch.autograd.grad(); or the last backward() before "
+    "step() was under no_sync(): run it outside; or a parameter is unused: pass find_unused_parameters=True; or a "
+    "parameter was frozen: wrap the model again",
 )
 _USED_EARLY = ". To accumulate gradients, use ddp.no_sync(), reduce_to_owner_hook or zeroshard.shard_gradients()"
 _PATIENCE = 5.0
@@ -57,10 +57,10 @@ class GradExchange(GradSource):
 
     :meth:`ZeroRedundancyOptimizer.follow_backward` makes it. The thread that runs backward and the thread that trains
     call it. :meth:`begin`, :meth:`end` and :meth:`end_of_autograd` are collective; so is :meth:`prepare_step` after a
-    backward that was left.
+    backward that did not finish.
 
     Args:
-        coordinator: the channel of the ranks' agreements.
+        coordinator: makes the agreements of the ranks.
         guard: records incomplete exchanges, and loops that misuse the hook.
         local: the local optimizer.
         buffers: the memory of the parameters.
@@ -72,7 +72,7 @@ class GradExchange(GradSource):
     Attributes:
         table: the state of each gradient.
         buckets: the buckets of the last backward.
-        is_receiving: whether a backward has begun to hand over its buckets, and was not ended yet.
+        is_receiving: whether a backward has begun to pass its buckets, and has not ended yet.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
         uses_all: whether every backward makes a gradient for every parameter; if not, no bucket is stepped before the
             last one is reduced. The function that registers a hook sets it.
@@ -145,7 +145,7 @@ class GradExchange(GradSource):
         Raises:
             DisagreementError: if the buckets of ranks differ.
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier call was not finished, or a parameter still has a reduced gradient.
+            RuntimeError: if an earlier call did not finish, or a parameter still has a reduced gradient.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         self._guard.check_broken()
@@ -170,8 +170,8 @@ class GradExchange(GradSource):
             self.is_receiving = self._coordinator.defers = True
         state = self.buckets.record_bucket(bucket, reduces=reduce is None)
         self.table.launch(state.tensors)
-        # From now on the other hook may write to the bucket in a thread. `beside` comes after what the hook queues now:
-        # if its future has no devices, waiting for the future orders no stream.
+        # From now on the other hook may write to the bucket in a thread. `beside` is ordered after the work that the
+        # hook queues now, because waiting for its future orders no stream if the future has no devices.
         result = reduce() if reduce is not None else None
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer) if reduce is None else None
@@ -199,7 +199,7 @@ class GradExchange(GradSource):
                         state.replace(result.wait(), self._queue.keep)
                     self.table.norms.compute(state, self._queue.keep)
         finally:
-            # Even after an error, which the end of backward raises: DDP would wait forever.
+            # Set it even after an error, which the end of backward raises, because DDP would wait forever.
             done.set_result(buffer)
         if self._steps_buckets and not guard.broken:
             # Broadcast even after a failure, because all ranks have agreed to.
@@ -213,7 +213,7 @@ class GradExchange(GradSource):
     def end(self) -> None:
         """Finish a backward, after its last bucket and after everything else that writes gradients.
 
-        Then each rank holds its parts of all gradients, and ``.grad`` is a placeholder; a stepping hook has stepped.
+        Then each rank holds its parts of all gradients, ``.grad`` is a placeholder, and a stepping hook has stepped.
 
         Raises:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
@@ -284,18 +284,18 @@ class GradExchange(GradSource):
     def _unended(self) -> RuntimeError:
         """Return the error for a backward that has not ended; close connections, so that no rank waits for buckets."""
         arrived, ranks = self.buckets.arrived, self._coordinator.ranks
-        why, still_waits = "an exception has left it", self._arrived_before == len(arrived)
+        why, still_waits = "an exception interrupted it", self._arrived_before == len(arrived)
         if still_waits:
             why = (
-                f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. An unused "
-                f"parameter needs find_unused_parameters=True; if parameters were frozen, wrap the model again"
+                f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. If they are "
+                f"unused, pass find_unused_parameters=True; if parameters were frozen, wrap the model again"
             )
         error = RuntimeError(
-            f"the last backward did not come to its end on rank {ranks.rank}: {why}. Start again from a checkpoint"
+            f"the last backward did not finish on rank {ranks.rank}: {why}. Start again from a checkpoint"
         )
         if not arrived or not arrived[-1].is_last:
             if still_waits:
-                # A slower rank may still send these buckets, and then raises by itself. If not, this wait ends.
+                # A slower rank may still send these buckets, and then raises by itself. If not, this wait times out.
                 ending = threading.Thread(target=self._drain, daemon=True)
                 ending.start()
                 ending.join(_PATIENCE)
@@ -321,7 +321,7 @@ class GradExchange(GradSource):
         self.early_steps.accept_step(changed, has_gradients=has_gradients)
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
-        """Step and broadcast, bucket by bucket, what backward has not stepped."""
+        """Step and broadcast, bucket by bucket, the shards that backward has not stepped."""
         for broadcast in self.broadcasts:
             broadcast.expect()
         self.table.use()
@@ -332,11 +332,11 @@ class GradExchange(GradSource):
         self.buckets.rest.broadcast.send()
 
     def check_hook(self, mode: StepMode) -> None:
-        """Raise a ValueError if a communication hook steps at another time."""
+        """Raise a ValueError if another communication hook steps this optimizer in another mode."""
         if self.mode is not mode:
             raise ValueError(
-                f"a communication hook steps this optimizer {self.mode.value!r} already, and cannot step it "
-                f"{mode.value!r} too; build a new optimizer for another hook"
+                f"a communication hook already steps this optimizer {self.mode.value!r}, so another hook cannot step "
+                f"it {mode.value!r}; build a new optimizer for that hook"
             )
 
     def _bound(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""The buckets of a plain module's gradients: packs them for their owners, and keeps this rank's parts alone."""
+"""Packs the gradients of a plain module into buckets for their owners, and keeps only this rank's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroshard.plan.groups import active_mask
 
 
 class HeldBucket(OwnedGradients):
-    """Some parameters whose gradients travel together. Their parts lie in ``held``, which all buckets share."""
+    """Some parameters whose gradients are sent together. This rank's parts are in ``held``, which all buckets share."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HeldBucket(OwnedGradients):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the bucket, 1-D, with gradients or zeros for None; and the memory that was lent, if any.
 
-        A gradient that is alone in its bucket, and in its memory, is sent from there.
+        If a gradient is alone in its bucket and in its memory, it is sent from that memory.
         """
         first = values[0]
         if len(values) == 1 and first is not None and _is_alone(first, self.params[0]):
@@ -70,7 +70,7 @@ class HeldBucket(OwnedGradients):
         return buffer, memory
 
     def reserve(self, kept: Collection[int]) -> torch.Tensor | None:
-        """Make memory for this rank's parts, and return it. ``kept`` tensors have theirs already."""
+        """Allocate memory for this rank's parts, and return it. ``kept`` tensors already have theirs."""
         wanted = [(place, shard) for place, shard in self._owned.items() if self.tensors[place] not in kept]
         if not wanted:
             return None
@@ -83,14 +83,14 @@ class HeldBucket(OwnedGradients):
         return flat
 
     def is_own(self, kept: Collection[int]) -> bool:
-        """Return True if a bucket is one whole gradient that this rank owns, and not among ``kept`` tensors."""
+        """Return True if a bucket is one whole gradient that this rank owns and that is not among ``kept`` tensors."""
         owned = [shard.shard.numel for shard in self._owned.values()]
         return len(self.tensors) == 1 and self.tensors[0] not in kept and owned == [self.length]
 
     def accept(self, buffer: torch.Tensor, kept: Collection[int]) -> None:
-        """Copy this rank's means out of a reduced bucket, or add them to what ``kept`` tensors have already.
+        """Copy this rank's means out of a reduced bucket, or add them to the values of ``kept`` tensors.
 
-        Without memory of :meth:`reserve`, they stay where they are.
+        If :meth:`reserve` has made no memory for them, they stay in the bucket.
         """
         arrived = self._views_in(partial(self.reducer.owned, buffer))
         copied = [tensor for tensor in arrived if tensor not in kept and tensor in self._held]
@@ -108,7 +108,7 @@ class HeldBucket(OwnedGradients):
         return {tensor: self._held[tensor] for tensor in tensors if tensor in self._held}
 
     def gradients(self, steppable: tuple[bool, ...]) -> Sequence[torch.Tensor | None]:
-        """Return the gradient of each shard that this rank owns; makes zeros where it was set to zero and freed."""
+        """Return the gradient of each shard that this rank owns; make zeros where it was set to zero and freed."""
         found: list[torch.Tensor | None] = []
         for place, shard in self._owned.items():
             tensor = self.tensors[place]
@@ -119,9 +119,9 @@ class HeldBucket(OwnedGradients):
 
 
 class HeldBuckets:
-    """Keeps the buckets of one model, in the order in which they are sent, and this rank's parts of gradients.
+    """Holds the buckets of one model, in the order in which they are sent, and this rank's parts of gradients.
 
-    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object. A bucket has ``limit`` bytes.
+    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object. ``limit`` is in bytes.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class HeldBuckets:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether buckets are sent in the order in which gradients of these parameters arrived on rank 0."""
+        """True if buckets are sent in the order in which gradients of these parameters arrived on rank 0."""
         return self._ordered == self._trained
 
     def follow_params(self) -> None:
@@ -194,11 +194,11 @@ class HeldBuckets:
 def split_into_buckets(
     order: Sequence[int], params: Sequence[torch.Tensor | TensorSpec], limit: float
 ) -> list[list[int]]:
-    """Fill buckets of one dtype with tensors in order, of at most ``limit`` bytes each.
+    """Fill buckets with tensors of one dtype in order. Buckets of several tensors have at most ``limit`` bytes.
 
-    A tensor of half a bucket or more is alone, because it is then sent from where autograd has made its gradient.
-    Smaller tensors share a bucket across it, and a bucket that is not full comes last: both buckets in flight are
-    then large, as a link needs that carries data in two directions.
+    A tensor of half a bucket or more gets its own bucket, so that it is sent from the memory that autograd made for its
+    gradient. Smaller tensors before and after it share a bucket. Buckets that are not full come last, so that both
+    buckets in flight are large before that, which uses both directions of a link.
     """
     buckets: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -218,7 +218,7 @@ def split_into_buckets(
 
 
 def _is_alone(gradient: torch.Tensor, param: torch.Tensor) -> bool:
-    """Return True if a gradient has memory of its own, laid out as its parameter, which autograd may share."""
+    """Return True if a gradient has its own memory, which only autograd may share, with its parameter's strides."""
     is_whole = gradient.stride() == param.stride() and gradient.untyped_storage().nbytes() == gradient.nbytes
-    # Memory that torch has not allocated is in use elsewhere, as of an array.
+    # Memory that torch did not allocate is in use elsewhere, for example by a NumPy array.
     return is_whole and storage_users(gradient) <= 2 and gradient.untyped_storage().resizable()

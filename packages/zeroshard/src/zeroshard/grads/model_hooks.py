@@ -1,4 +1,4 @@
-"""Follows the forwards and backwards of a plain module by hooks, for sharded gradients."""
+"""Follows the forwards and backwards of a plain module with hooks, for sharded gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BROADCAST_BYTES = 8 * 1024 * 1024
 class ModelHooks:
     """Registers the hooks of a model, and calls a source of gradients from them.
 
-    The model refers weakly to this object. The constructor is collective.
+    The model has only weak references to this object. The constructor is collective.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class ModelHooks:
     def before_forward(self, *_: object) -> None:
         """Check the model, free what the last step used, and broadcast buffers if this forward has gradients."""
         if in_autograd():
-            # A checkpoint computes again.
+            # An activation checkpoint recomputes this forward.
             return
         source = _alive(self._source)
         source.close_interrupted()
         if is_in_ddp():
             raise RuntimeError(
-                "the model is called by a DistributedDataParallel, and its gradients are sharded too: use one of both"
+                "DistributedDataParallel calls this model, but shard_gradients() shards its gradients: use only one"
             )
         if not torch.is_grad_enabled():
             return
@@ -112,24 +112,24 @@ class ModelHooks:
         self._must_broadcast = self._broadcasts_buffers and not source.accumulates
 
     def _are_params_replaced(self) -> bool:
-        """Return True in functional_call() with other tensors, which are no parameters; raise if the model changed."""
+        """Return True if functional_call() has put other tensors in place of parameters; raise if the model changed."""
         now = [*self._members(self._param_dicts)]
         if len(now) != len(self._params) or not all(map(is_, now, self._params)):
             if not all(isinstance(param, nn.Parameter) for param in now):
                 return True
             raise RuntimeError(
-                "parameters of the model were replaced after shard_gradients(), as by load_state_dict(assign=True): "
-                "load and convert the model before the optimizer is built"
+                "parameters of the model were replaced after shard_gradients(), for example by "
+                "load_state_dict(assign=True): load and convert the model before you build the optimizer"
             )
         if self._forms_now() != self._forms:
             raise RuntimeError(
-                "the model was moved or converted after shard_gradients(): do that before the optimizer is built"
+                "the model was moved or converted after shard_gradients(): do that before you build the optimizer"
             )
         return False
 
 
 class _Hook:
-    """Calls a method of the hooks of one model. Copies and pickles of the model have a hook that does nothing."""
+    """Calls a method of the hooks of one model. In copies and pickles of the model, the hook does nothing."""
 
     def __init__(self, method: weakref.WeakMethod[Callable[..., None]]) -> None:
         self._method = method

@@ -1,4 +1,4 @@
-"""Keeps the 2-norms of reduced gradients on every rank, and a checksum of the loop's operations on gradients.
+"""Holds the 2-norms of reduced gradients on every rank, and a checksum of the loop's operations on gradients.
 
 Owners compute the norms of each bucket when it is reduced, while it is in the cache, and ranks exchange them at the end
 of a backward. The owner of a gradient applies the loop's operations to it, and every rank computes the new norm.
@@ -27,13 +27,13 @@ Factor = float | torch.Tensor
 class GradNorms:
     """Holds the norm of each gradient, and records the loop's operations on gradients.
 
-    The norm of a tensor with one owner is torch's own, in the gradient's dtype. So is the norm of each part of a cut
-    tensor; their squares are added in float64. Norms in half precision are computed in float32.
+    The norm of a tensor with one owner is computed as in torch, in the gradient's dtype. So is the norm of each part of
+    a cut tensor; their squares are added in float64. Norms in half precision are computed in float32.
 
     Scaling takes a fixed number of operations on the device, for any number of gradients: the next read of a norm
-    applies a factor to all norms at once. Only :meth:`exchange` communicates. The next step compares :attr:`checksum`:
-    after an operation on one rank alone it raises on every rank. ``steps_early`` says that shards are stepped during
-    backward, so gradients cannot be changed.
+    applies a factor to all norms at once. Only :meth:`exchange` communicates. The next step compares :attr:`checksum`,
+    and raises on every rank if not all ranks made the same operations. If ``steps_early`` is True, shards are stepped
+    during backward, so gradients cannot be changed.
     """
 
     def __init__(self, coordinator: Coordinator, device: torch.device, *, takes_norms: bool, steps_early: bool) -> None:
@@ -43,14 +43,14 @@ class GradNorms:
         """The norms that ranks have exchanged, in float64, by tensor."""
         self._read: dict[torch.dtype, Sequence[torch.Tensor]] = {}
         self._scaled: dict[int, None] = {}
-        """The tensors that were scaled by ``_factor``, but not yet their norms."""
+        """The tensors that were scaled by ``_factor`` and whose norms were not scaled yet."""
         self._factor: tuple[Factor, Factor, bool] = 1.0, 1.0, False
         """A factor, a copy of its absolute value, and whether it divides."""
         self._factor_key: tuple[object, ...] = ()
         self._clamped: set[int] = set()
         self._operations: dict[int, int] = {}
         self.log: list[list[Any]] | None = None
-        """The operations themselves, with tensor and arguments, in a block that repeats them elsewhere; else None."""
+        """The operations with their tensors and arguments, in a block that repeats them on other ranks; else None."""
 
     def rebuild(self, plan: Plan) -> None:
         """Make a slot for the norm of each part of each tensor of a plan. Known norms are kept."""
@@ -75,7 +75,7 @@ class GradNorms:
         self._most = torch.tensor(largest, dtype=torch.float64, device=self._device)
 
     def compute(self, state: OwnedGradients, keep: Callable[[torch.Tensor], None]) -> None:
-        """Compute the norms of this rank's parts of a bucket; ``keep`` keeps memory for the stream that computes."""
+        """Compute the norms of this rank's parts of a bucket. ``keep`` keeps a tensor's memory until they are done."""
         gradients = state.owned_gradients() if self.takes_norms else {}
         if not gradients:
             return
@@ -111,7 +111,7 @@ class GradNorms:
         return self._read[dtype][tensor]
 
     def record_scaling(self, tensor: int, operation: str, factor: Factor, *, divides: bool = False) -> None:
-        """Record that the owners scale a gradient by an operation of that name, without waiting for an accelerator."""
+        """Record that the owners scale a gradient by the named operation, without waiting for an accelerator."""
         name = operation
         if not isinstance(factor, torch.Tensor) or factor.device.type == "cpu":
             factor = float(factor)
@@ -142,7 +142,7 @@ class GradNorms:
             self._masks[tensors] = torch.tensor(chosen, device=self._device)
         scaled = self._known / magnitude if divides else self._known * magnitude
         if isinstance(magnitude, torch.Tensor) or (magnitude < 1.0 if divides else magnitude > 1.0):
-            # Elements that have become infinite stay so; the 2-norm is a bound of the largest magnitude.
+            # Elements that have become infinite stay so; the 2-norm is an upper bound of the largest magnitude.
             scaled = scaled.masked_fill(scaled > self._most, INF)
         self._known = torch.where(self._masks[tensors], scaled, self._known)
         self._scaled.clear()
@@ -183,7 +183,7 @@ class GradNorms:
         if not self.steps_early:
             return (
                 "every rank knows its 2-norm, p.grad.norm(), which is finite if all values are.\n"
-                "Multiply it by numbers or clamp it in place; change it otherwise in a hook of the tensor"
+                "Multiply it by a number or clamp it in place; for other changes, use a tensor hook"
             )
         if operation == "unscaling":
             return (
@@ -196,10 +196,10 @@ class GradNorms:
         """Return why the norm of a gradient is unknown, and what to do; empty if it is known."""
         if self._known is None:
             return (
-                "norms are exchanged at the end of a backward, if it succeeds, but not with norms=False: call "
+                "ranks exchange norms at the end of each successful backward, but not with norms=False: call "
                 "optimizer.clip_grad_norm_()"
             )
-        return "it was clamped, after which its norm is not known: take norms before" if tensor in self._clamped else ""
+        return "it was clamped, so its norm is not known: take norms before clamping" if tensor in self._clamped else ""
 
 
 def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Reduced(Enum):
 
 
 class GradPlaceholder(TensorWithoutValues):
-    """Replaces a gradient that is sharded; see the module.
+    """Replaces a sharded gradient.
 
     It has the shape, strides, dtype and device of the parameter, and no memory.
 
@@ -48,7 +48,7 @@ class GradPlaceholder(TensorWithoutValues):
         tensor: the parameter's index in the plan.
         name: the parameter's name, for messages.
         table: holds the state of the gradient.
-        device: the parameter's if None.
+        device: the device of the placeholder; the parameter's device if None.
     """
 
     _tensor: int
@@ -74,11 +74,11 @@ class GradPlaceholder(TensorWithoutValues):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
-        """Return name, shape and dtype; there are no values."""
+        """Return the name, shape and dtype; there are no values."""
         return f"GradPlaceholder({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, spec: str) -> str:
-        """Return name, shape and dtype; raise a RuntimeError if ``spec`` formats a value, as of a scalar."""
+        """Return the name, shape and dtype; raise a RuntimeError if ``spec`` is not empty, as for a scalar's value."""
         if spec:
             raise self.refusal(f"formatting its value as {spec!r}")
         return repr(self)
@@ -89,7 +89,7 @@ class GradPlaceholder(TensorWithoutValues):
 
     @property
     def data(self) -> torch.Tensor:
-        """The placeholder. Assigning a tensor assigns ``param.grad``, which the next step refuses on every rank."""
+        """The placeholder itself. If a tensor is assigned, it becomes ``param.grad``, and the next step raises."""
         return self
 
     @data.setter
@@ -107,7 +107,7 @@ class GradPlaceholder(TensorWithoutValues):
         """The table that holds the gradient's state; raises a RuntimeError if the optimizer is gone."""
         table = self._table_of()
         if table is None:
-            raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
+            raise RuntimeError(f"the optimizer that held the gradient of {self._title!r} is gone: call zero_grad()")
         return table
 
     @property
@@ -121,13 +121,13 @@ class GradPlaceholder(TensorWithoutValues):
         return self._table.owned(self._tensor)
 
     def _norms_for(self, operation: str, *, changes: bool = True) -> GradNorms:
-        """Return the norms that record an operation, or raise the error that refuses it; some only read the norm."""
+        """Return the norms that record an operation, or raise. ``changes`` is False if it only reads the norm."""
         table, advice = self._table, ""
         if not table.norms.steps_early:
             if table.local(self._tensor) is not None:
-                advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
+                advice = "this rank has added values to it that no backward has reduced yet, as under no_sync()"
             elif changes and not table.is_grad(self):
-                advice = "it is not the gradient of its parameter, but a copy, or an earlier one: change p.grad itself"
+                advice = "it is a copy or an earlier gradient, not the current one of its parameter: change p.grad"
             elif changes and self._reduced is Reduced.USED:
                 # The optimizer class may have changed it, so that its norm is not known any more.
                 advice = "a step has used it: change gradients before step()"
@@ -203,7 +203,7 @@ def _view(gradient: GradPlaceholder, size: Sequence[int]) -> GradPlaceholder:
 
 
 def _clone(gradient: GradPlaceholder, *, memory_format: torch.memory_format | None = None) -> GradPlaceholder:
-    """Return a placeholder in row-major order, with which a flatten() begins; refuse other copies."""
+    """Return a placeholder in row-major order, which flatten() needs; refuse other copies."""
     if memory_format is not torch.contiguous_format or gradient.is_contiguous():
         raise gradient.refusal("copying")
     return _view(gradient, gradient.shape)
@@ -238,7 +238,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if held is target or not (private.in_autograd() or held._reduced is Reduced.ZERO):
         advice = (
             "DistributedDataParallel copies gradients when it wraps a model, and in its second forward: call "
-            "zero_grad() before that; or, for the forward, register_reduce_to_owner(ddp, optimizer), and call ddp(...)"
+            "zero_grad() before that. The forward needs no zero_grad() if register_reduce_to_owner(ddp, optimizer) "
+            "has registered the hook and you call ddp(...)"
         )
         raise held.refusal("copying", advice)
     return held._table.copy_local(held._tensor, target)
@@ -277,7 +278,7 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     held = gradient if isinstance(gradient, GradPlaceholder) else factor
     assert isinstance(held, GradPlaceholder)
     if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-        raise held.refusal("an operation with another tensor than a number")
+        raise held.refusal("an operation with a tensor other than a number")
     if isinstance(factor, complex) or (isinstance(factor, torch.Tensor) and factor.is_complex()):
         raise held.refusal("scaling by a complex number", "multiply it by a real number")
     norms, owned = held._norms_for("scaling"), held.owned
@@ -294,7 +295,7 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
     norms, owned = gradient._norms_for("clamping"), gradient.owned
     if gradient._reduced is not Reduced.ZERO:
-        # Recorded first, because wrong arguments raise on every rank.
+        # Record it first, because wrong arguments raise on every rank.
         norms.record_clamp(gradient._tensor, min, max)
         if owned is not None:
             owned.clamp_(min, max)
@@ -327,7 +328,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         private.amp_unscale_(values, found_inf, inverse)
     owned = [gradient.owned for gradient in held if gradient.owned is not None]
     if owned:
-        # Only the owner would find an infinity here, so the result is not used.
+        # Only the owner would find an infinity here, so the result is unused.
         private.amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
     for gradient in held:
         gradient._table.norms.record_scaling(gradient._tensor, "unscale", inverse)
@@ -343,7 +344,7 @@ GradPlaceholder.allowed = {
     # torch gives this answer for its own devices.
     private.ATEN_SHALLOW_COPY: lambda one, other: one.device.type == other.device.type,
     _aten.copy_.default: _copy,
-    # A copy, because loops clamp a norm in place.
+    # Return a copy, because loops clamp a norm in place.
     _aten.linalg_vector_norm.default: lambda *args, **options: _norm(*args, **options).clone(),
     private.ATEN_FOREACH_NORM: _foreach_norm,
     _aten.view.default: _view,

@@ -1,4 +1,4 @@
-"""Reduces the gradients of a plain module bucket by bucket during backward, and keeps this rank's parts alone.
+"""Reduces the gradients of a plain module bucket by bucket during backward, and keeps only this rank's parts.
 
 A bucket whose gradients are complete is packed into transient memory and sent to its owners; ``.grad`` becomes a
 placeholder at once. Buckets are sent in one order on every rank: the reverse of registration in the first backward, and
@@ -34,8 +34,8 @@ from zeroshard.plan.layout import Layout, label_in, with_settings
 _EXPLAIN = "rank {2} begins {0}, and rank {3} {1}: ranks must make the same calls on the same model".format
 _ADVICE = Advice(
     held="call zero_grad() before backward()",
-    unreduced=".grad was assigned, as after torch.autograd.grad(); or the last backward() before step() was under "
-    "no_sync(), and must not be; or a parameter was unfrozen after forward()",
+    unreduced="perhaps .grad was assigned, for example after torch.autograd.grad(); or the last backward() before "
+    "step() was under no_sync(): run it outside; or a parameter was unfrozen after forward()",
 )
 
 
@@ -74,16 +74,16 @@ class ShardedGradients(GradSource):
         self._transient = TransientBuffers(self._device, waits=uses_thread)
         self.buckets = HeldBuckets(local, self.table, self.transport, first, bucket_mb * 2**20)
         self.in_backward = False
-        """Whether a backward has begun to send its buckets, and was not ended yet."""
+        """Whether a backward has begun to send its buckets, and has not ended yet."""
         self.accumulates = False
         """Whether backward sends nothing, as under ``no_sync()``."""
         self._backwards = self._next = 0
         self.model_hooks: object = None
-        """What calls this object, and would be freed without this reference."""
+        """The hooks that call this object. Without this reference they would be freed."""
         self.announce_forward: Callable[[], int] | None = None
         """Announces in ``join()`` that buffers are broadcast, and returns the rank that sends them."""
         self.announce_backward: Callable[[], float] | None = None
-        """Announces in ``join()`` that a backward begins, and returns a factor of its gradients."""
+        """Announces in ``join()`` that a backward begins, and returns the factor by which to scale its gradients."""
         self._scale = 1.0
         self._arrivals: dict[int, None] = {}
         self._late: set[int] = set()
@@ -105,7 +105,7 @@ class ShardedGradients(GradSource):
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of buckets on their way, at most."""
+        """The largest number of bytes of buckets in flight."""
         sizes = sorted([bucket.length * bucket.dtype.itemsize for bucket in self.states])
         return sum(sizes[-IN_FLIGHT:])
 
@@ -114,7 +114,7 @@ class ShardedGradients(GradSource):
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
         """Raise a ValueError, on this rank only, if parameters were moved. Call it before ranks agree."""
         if common_device(params, layout) != self._device:
-            raise ValueError(f"parameters were on {self._device} when gradients were sharded, and have been moved")
+            raise ValueError(f"parameters were moved from {self._device} after shard_gradients(): move them first")
 
     def lay_out(self, layout: Layout) -> None:
         """Adopt a layout that has passed :meth:`check_layout`, or parameters that have moved."""
@@ -137,7 +137,7 @@ class ShardedGradients(GradSource):
             return
         self._arrivals.setdefault(tensor)
         if bucket.is_sent:
-            # A parameter of two segments of a checkpoint gets a gradient from each.
+            # A parameter in two segments of an activation checkpoint gets a gradient from each.
             self._late.add(bucket.index)
             return
         bucket.missing.discard(tensor)
@@ -172,7 +172,7 @@ class ShardedGradients(GradSource):
             bucket.reducer.expect()
 
     def _send(self, bucket: HeldBucket, *, again: bool = False) -> None:
-        """Send a bucket to its owners; ``again`` says that this adds what has come after it was sent."""
+        """Send a bucket to its owners. If ``again``, send the gradients that arrived after it was sent."""
         if self._guard.broken is not None:
             return
         with self._closing_after_error(), torch.no_grad():
@@ -182,7 +182,7 @@ class ShardedGradients(GradSource):
             if not again:
                 bucket.is_sent, bucket.present = True, tuple([param.grad is not None for param in bucket.params])
             if not self.transport.uses_thread:
-                # By reads, the memory of a bucket is free when all ranks have finished the next one.
+                # If peers read it, the memory of a bucket is free when all ranks have finished the next bucket.
                 self._queue.finish(0 if self.transport.is_read_by_peers else IN_FLIGHT - 1)
             self._transient.enter(is_cut=bucket.is_cut)
             with record_function(f"zeroshard::send bucket {bucket.index}"):
@@ -192,7 +192,7 @@ class ShardedGradients(GradSource):
                     buffer.mul_(self._scale)
                 table.launch(tensors)
                 table.replace(tensors)
-                # A gradient of autograd's own memory stays there, on the rank that owns all of it.
+                # A gradient in memory that autograd made stays there, on the rank that owns all of it.
                 made = None if memory is None and bucket.is_own(kept) else bucket.reserve(kept)
                 with self._queue.beside(buffer):
                     if made is not None:
@@ -229,7 +229,7 @@ class ShardedGradients(GradSource):
             self._close(work, buffer, memory)
 
     def _close(self, work: BucketReduceWork, *used: torch.Tensor | None) -> None:
-        """Wait until a bucket has been sent, and return its memory: the bucket, and what was lent for it."""
+        """Wait until a bucket has been sent, and free its memory. ``used``: the bucket, and the memory lent for it."""
         work.close()
         if self.transport.is_read_by_peers:
             # All ranks have finished the bucket before this one.
@@ -271,7 +271,7 @@ class ShardedGradients(GradSource):
             self._transient.clear()
 
     def _agree_to_end(self) -> list[tuple[bool, ...]]:
-        """Return for each bucket which gradients any rank has. Send again what came late on any rank. Collective."""
+        """Return for each bucket which gradients any rank has. Send late gradients of any rank. Collective."""
         coordinator, buckets = self._coordinator, self.states
         computed = [bucket.present for bucket in buckets]
         is_unusual = bool(self._late) or not all(map(all, computed))
@@ -294,13 +294,13 @@ class ShardedGradients(GradSource):
             self._end()
 
     def _queue_end(self) -> None:
-        """Let the end of the graph task that runs now call :meth:`_end_task`."""
+        """Call :meth:`_end_task` at the end of the graph task that runs now."""
         ended = weakref.WeakMethod(self._end_task)
         queue_callback(lambda: call() if (call := ended()) is not None else None)
 
     @disable_dynamo
     def _end_task(self) -> None:
-        """End the backward with its outermost graph task. A reentrant checkpoint runs others within its node."""
+        """End the backward when its outermost graph task ends. A reentrant checkpoint runs others within its node."""
         node = current_node()
         if node is None and self.in_backward:
             self._end()
@@ -315,14 +315,14 @@ class ShardedGradients(GradSource):
             handle = node.register_hook(queue)
 
     def close_interrupted(self) -> None:
-        """Close the connections and raise a RuntimeError if an error has left the last backward."""
+        """Close the connections and raise a RuntimeError if an error has interrupted the last backward."""
         if in_autograd():
             return
         self._guard.check_broken()
         if self.in_backward:
             error = RuntimeError(
-                f"the last backward did not come to its end on rank {self._coordinator.ranks.rank}: an exception has "
-                f"left it. Start again from a checkpoint"
+                f"the last backward did not finish on rank {self._coordinator.ranks.rank}: an exception interrupted "
+                f"it. Start again from a checkpoint"
             )
             self._guard.mark_broken(error)
             self._coordinator.ranks.close(error)
@@ -335,8 +335,8 @@ class ShardedGradients(GradSource):
         self.close_interrupted()
         if self.in_backward:
             raise RuntimeError(
-                "step() or clip_grad_norm_() was called inside of backward(), as in a hook, while gradients are on "
-                "their way: call it after backward()"
+                "step() or clip_grad_norm_() was called inside of backward(), for example in a hook, while gradients "
+                "are in flight: call it after backward()"
             )
         self.table.refresh()
         for tensor in self.buckets.untrained:
@@ -352,15 +352,15 @@ class ShardedGradients(GradSource):
         """Raise a ValueError, because shard_gradients() takes the place of a communication hook."""
         raise ValueError(
             "the gradients of this optimizer are sharded by shard_gradients(), which takes the place of "
-            "DistributedDataParallel and its communication hooks: call remove() before a hook is registered"
+            "DistributedDataParallel and its communication hooks: call remove() before you register a hook"
         )
 
 
 def _unsupported() -> str:
-    """Return why a kind of backward cannot be followed, in a hook of a gradient; empty if it can."""
+    """Return why the backward that calls this in a hook is not supported; empty if it is supported."""
     if torch.is_grad_enabled():
         return (
-            "backward(create_graph=True) is not supported with sharded gradients: compute the first gradients by "
+            "backward(create_graph=True) is not supported with sharded gradients: compute the first gradients with "
             "torch.autograd.grad(..., create_graph=True), and call backward() on the sum"
         )
     if in_compiled_backward():

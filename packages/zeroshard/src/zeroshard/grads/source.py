@@ -1,4 +1,4 @@
-"""What a step asks of gradients that are reduced during backward, from whatever source they come."""
+"""The interface of a step to gradients that are reduced during backward, from any source."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StepMode(Enum):
 class GradSource(ABC):
     """Reduces the gradients of each backward, and fills the table of their states.
 
-    There are two: communication hooks of DistributedDataParallel, which owns the memory of its buckets, and
-    :func:`zeroshard.shard_gradients`, which keeps this rank's parts alone.
+    There are two sources: communication hooks of DistributedDataParallel, which owns the memory of its buckets, and
+    :func:`zeroshard.shard_gradients`, which keeps only this rank's parts.
     """
 
     table: GradTable
@@ -47,7 +47,7 @@ class GradSource(ABC):
 
     @property
     def transient_bytes(self) -> int | None:
-        """Bytes of buckets on their way, at most, if a rank keeps its parts of gradients alone; else None."""
+        """The largest number of bytes of buckets in flight; None if DDP owns the memory of the buckets."""
         return None
 
     def _bound(self) -> AbstractContextManager[None]:
@@ -87,11 +87,11 @@ class GradSource(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Free the memory of gradients that no step can use any more."""
+        """Free the memory of gradients that no step can use."""
 
     @abstractmethod
     def check_hook(self, mode: StepMode) -> None:
-        """Raise a ValueError if a communication hook that steps at some time cannot use this source."""
+        """Raise a ValueError if a communication hook of this mode cannot use this source."""
 
     @property
     def broadcasts(self) -> Sequence[ParamBroadcast]:
@@ -103,7 +103,7 @@ class GradSource(ABC):
         raise NotImplementedError
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
-        """Step and broadcast what backward has not stepped."""
+        """Step and broadcast the shards that backward has not stepped."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Runs work in parallel to backward: reductions in a thread or in a fixed order, on an accelerator in a side stream."""
+"""Runs reductions in parallel with backward: in a thread or in a fixed order, and on an accelerator's side stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroshard_comm import BucketReduceWork
 
 
 class SideStream:
-    """Runs work on an accelerator in parallel to the current stream; the host never waits.
+    """Runs work on an accelerator in parallel with the current stream; the host never waits.
 
     On a device without streams everything runs immediately, in order.
     """
@@ -28,7 +28,7 @@ class SideStream:
         return nullcontext() if self._stream is None else self._stream
 
     def after_current(self) -> AbstractContextManager[object]:
-        """Order this stream after the work queued on the current one, then do as :meth:`as_current`."""
+        """Order this stream after the work queued on the current one, and return :meth:`as_current`."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         return self.as_current()
@@ -48,8 +48,8 @@ class ReductionQueue:
     """Finishes reductions in the order in which they began: in a worker thread, or when others are added.
 
     The thread runs only while there are reductions to finish, so it never waits for one, and never outlives a backward.
-    If one raises, the queue still finishes the others; each decides by itself what it can do. Without a thread, all
-    ranks finish reductions in the same order, whatever has arrived, and on an accelerator they run on a side stream.
+    If one raises, the queue still finishes the others; each decides what it can still do. Without a thread, all ranks
+    finish reductions in the same order, regardless of what has arrived; on an accelerator they run on a side stream.
     """
 
     def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
@@ -63,7 +63,7 @@ class ReductionQueue:
         self._failure: BaseException | None = None
 
     def add(self, finish: Callable[[], None], work: BucketReduceWork | None, *, leave: int | None = None) -> None:
-        """Add a reduction that has begun; ``finish`` finishes it, and some time after that ``work`` is closed, if any.
+        """Add a reduction that has begun. ``finish`` finishes it; ``work``, if any, is closed some time after that.
 
         Without a thread, ``leave`` is the number of reductions to leave unfinished now; None leaves all. If no thread
         can be started, this raises a RuntimeError, and ``finish`` will not be called.
@@ -79,7 +79,7 @@ class ReductionQueue:
 
     @contextmanager
     def beside(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Queue the block's work on a tensor on the stream that finishes reductions, in parallel to backward."""
+        """Queue the block's work on a tensor on the stream that finishes reductions, in parallel with backward."""
         with self._side.after_current():
             self._side.keep(tensor)
             yield
@@ -117,7 +117,7 @@ class ReductionQueue:
                 self._failure = self._failure or error
 
     def finish(self, leave: int) -> None:
-        """Finish reductions until only so many are unfinished. Without a thread only."""
+        """Finish reductions until only ``leave`` are unfinished. Call it only without a thread."""
         # Their inputs were ready when they began, see `beside`.
         with self._side.as_current():
             while len(self._begun) > leave:

@@ -29,27 +29,27 @@ from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
 
-# A member of an enum costs more to look up than a name, and loops over all tensors do so.
+# Loops over all tensors use these names, because looking up a member of an enum costs more.
 _ABSENT, _ZERO, _REDUCING, _REDUCED, _USED = Reduced
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The ends of messages that depend on where gradients come from."""
+    """The ends of messages, which depend on the source of gradients."""
 
     held: str
-    """What to do where nothing can be added to a reduced gradient."""
+    """What to do if nothing can be added to a reduced gradient."""
     unreduced: str
-    """Why a gradient may have values of one rank alone, and what to do."""
+    """Why a gradient may have values of only one rank, and what to do."""
     used: str = ""
-    """What else to do where the gradient of the last step is still there."""
+    """What else to do if the gradient of the last step is still there."""
 
 
 class GradTable:
     """Holds an entry for each parameter, and sets ``param.grad`` to a placeholder when a gradient is reduced.
 
     Autograd adds only to an entry that is ABSENT (``param.grad`` is then this rank's own tensor) or whose state is
-    among ``addable``. Values for another one are left out, and that backward raises. (USED, local) cannot occur.
+    among ``addable``. Values for any other entry are left out, and that backward raises. (USED, local) cannot occur.
     """
 
     def __init__(self, norms: GradNorms, addable: Collection[Reduced], advice: Advice) -> None:
@@ -64,7 +64,7 @@ class GradTable:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_of: dict[int, OwnedGradients] = {}
         self.left_out = self._to_leave_out = ""
-        """Why this backward leaves out values of this rank: from its first bucket on, and until then."""
+        """Why this backward leaves out values of this rank: from its first bucket on, and before its first bucket."""
 
     def rebuild(self, params: Sequence[torch.Tensor], plan: Plan) -> None:
         """Make slots for norms, and placeholders for parameters that were added or converted; entries are unchanged."""
@@ -108,19 +108,19 @@ class GradTable:
         self._params[tensor].grad = values
 
     def changed(self) -> str:
-        """Return the name of a tensor whose reduced gradient the loop has removed or set to zero; empty without one."""
+        """Return the name of a tensor whose reduced gradient the loop has removed or set to zero; empty if none."""
         for tensor, (expected, reduced) in enumerate(zip(self._expected, self._reduced, strict=True)):
             if expected is not None and (self._params[tensor].grad is None or reduced is _ZERO):
                 return label_in(self._plan, tensor)
         return ""
 
     def waiting(self) -> str:
-        """Return the name of a gradient that was reduced and waits for a step; empty without one."""
+        """Return the name of a gradient that was reduced and waits for a step; empty if there is none."""
         found = [tensor for tensor, reduced in enumerate(self._reduced) if reduced is _REDUCED]
         return label_in(self._plan, found[0]) if found else ""
 
     def begin(self) -> None:
-        """Begin a backward, before its first bucket is sent; ``left_out`` says if one is still reduced."""
+        """Begin a backward, before its first bucket is sent. Set ``left_out`` if it can add nothing to a gradient."""
         self.left_out, self._to_leave_out = self._to_leave_out, ""
         grads = list(map(_grad_of, self._params))
         is_waiting = _REDUCED in self._reduced or _ZERO in self._reduced
@@ -141,13 +141,13 @@ class GradTable:
             self._local.pop(tensor, None)
 
     def replace(self, tensors: Sequence[int]) -> None:
-        """Set ``param.grad`` to a placeholder where it is a gradient, because its bucket has the values from now on."""
+        """Set ``param.grad`` to a placeholder unless it is None, because its bucket has the values from now on."""
         for tensor in tensors:
             if self._params[tensor].grad is not None:
                 self._expected[tensor] = self._params[tensor].grad = self._placeholders[tensor]
 
     def lost_in_backward(self, tensors: Sequence[int], are_sent: Sequence[bool]) -> RuntimeError | None:
-        """Return the error for a gradient that was sent and whose placeholder a hook has replaced; None without one."""
+        """Return the error for a gradient that was sent and whose placeholder a hook has replaced; None if none is."""
         for tensor, is_sent in zip(tensors, are_sent, strict=True):
             if is_sent and self._params[tensor].grad is not self._placeholders[tensor]:
                 return RuntimeError(
@@ -157,7 +157,7 @@ class GradTable:
         return None
 
     def record_reduced(self, state: OwnedGradients, computed: Sequence[bool]) -> None:
-        """Make placeholders of the gradients that any rank has ``computed``, after all ranks have ended a backward."""
+        """Put placeholders for gradients that any rank has ``computed``, after all ranks have ended a backward."""
         for tensor, param, is_computed in zip(state.tensors, state.params, computed, strict=True):
             if is_computed:
                 self._reduced[tensor] = _REDUCED
@@ -166,7 +166,7 @@ class GradTable:
                 self._drop(tensor)
 
     def add_local(self, tensor: int, values: torch.Tensor) -> None:
-        """Add values of this rank to a placeholder, as autograd does; none if it accepts none."""
+        """Add values of this rank to a placeholder, as autograd does; leave them out if it accepts none."""
         if self._reduced[tensor] not in self._addable:
             self._leave_out(tensor)
         elif tensor in self._local:
@@ -203,7 +203,7 @@ class GradTable:
         self.norms.record(tensor, "zero_()", erases=True)
 
     def refresh(self) -> None:
-        """Mark gradients that the loop has set to None as absent; raise if one has values of this rank alone."""
+        """Mark gradients that the loop has set to None as absent; raise if one has values of only this rank."""
         grads = map(_grad_of, self._params)
         if not self._local and all(map(is_, grads, self._expected)):
             return
@@ -215,12 +215,12 @@ class GradTable:
                 raise self.unreduced(tensor)
             elif param.grad._tensor != tensor:
                 raise RuntimeError(
-                    f"the gradient of {label_in(self._plan, tensor)} was replaced by {param.grad!r}, which stands for "
+                    f"the gradient of {label_in(self._plan, tensor)} was replaced by {param.grad!r}, which belongs to "
                     f"another gradient: change gradients in place, or in a hook of the tensor"
                 )
 
     def remove(self, tensor: int) -> None:
-        """Mark a gradient as absent that the loop has removed, and record that."""
+        """Mark a gradient that the loop has removed as absent, and record the removal."""
         # Ranks compare frozen parameters separately.
         if self._reduced[tensor] in (_ZERO, _REDUCED) and self._params[tensor].requires_grad:
             self.norms.record(tensor, "set to None", erases=True)
@@ -253,7 +253,7 @@ class GradTable:
                 param.grad = grad
 
     def _leave_out(self, tensor: int) -> None:
-        """Record that nothing is added to a reduced gradient, and raise it at the end of a backward without buckets."""
+        """Record that values for a reduced gradient are left out. A backward without buckets raises this at its end."""
         if not (self._to_leave_out or self.left_out):
             self._to_leave_out = self._why_held(tensor)
             queue_callback(self._raise_left_out)
@@ -276,7 +276,7 @@ class GradTable:
         return f"{label_in(self._plan, tensor)} {why}"
 
     def unreduced(self, tensor: int) -> RuntimeError:
-        """Return the error for a gradient with values of this rank alone."""
+        """Return the error for a gradient with values of only this rank."""
         if self._reduced[tensor] is _REDUCED:
             why = (
                 "was replaced after backward() had reduced it: .grad or .grad.data was assigned, or made by a backward "

@@ -1,4 +1,4 @@
-"""Memory for the buckets that are on their way to their owners: two at a time, used again, and freed after backward."""
+"""Lends memory to the buckets in flight: two at a time. The memory is reused, and is freed after backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TransientBuffers:
 
     The thread that runs backward calls :meth:`enter`, then :meth:`lend` unless a bucket has memory of its own; the
     thread that finishes reductions calls :meth:`leave` for each :meth:`enter`, when the bucket is no longer read.
-    If that is no other thread, nothing ``waits``, and the caller leaves before it enters too often. A bucket
+    If both are the same thread, ``waits`` is False, and the caller must leave before it enters too often. A bucket
     with a cut tensor takes all places: it is sent in both directions at once, and a second one would save no time.
     """
 
@@ -42,7 +42,7 @@ class TransientBuffers:
             torch.accelerator.current_stream(self._device).wait_event(self._read)
 
     def lend(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory, and the bucket in it, 1-D."""
+        """Return memory, and the 1-D bucket in it."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             memory = self._free.pop() if self._free else None
@@ -52,7 +52,7 @@ class TransientBuffers:
         return memory, memory[:nbytes].view(dtype)
 
     def leave(self, memory: torch.Tensor | None) -> None:
-        """Take memory back, which the work queued on the current stream reads; None if the bucket had its own."""
+        """Take memory back, which work queued on the current stream still reads; None if the bucket had its own."""
         if self._has_streams:
             self._read = torch.accelerator.current_stream(self._device).record_event()
         if memory is not None:

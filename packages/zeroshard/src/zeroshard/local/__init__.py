@@ -1,5 +1,5 @@
 """Runs the user's optimizer class over this rank's shards.
 
 ``optimizer`` builds and steps it over tensors of ``shard``. ``extra_state`` keeps the entries that this package adds:
-``master_weights``, and the averages of :mod:`zeroshard.averages`. ``train_mode`` calls its ``train()`` and ``eval()``.
+``master_weights``, and the averages of :mod:`zeroshard.averages`.
 """

@@ -27,7 +27,7 @@ def build_optimizers(
     for number in range(max(assignment) + 1):
         own = [group for group, of_group in zip(groups, assignment, strict=True) if of_group == number]
         chosen = classes[assignment.index(number)]
-        # The constructor of such a class may raise an error that does not say why.
+        # The constructor of a coupled class may raise an error that does not say why.
         check_class_uncoupled(chosen.factory, coupled)
         try:
             made = chosen.build(own)

@@ -1,4 +1,4 @@
-"""Keeps the state that this package adds to the optimizer class: master weights, and averages of parameters.
+"""Holds the state that this package adds to the optimizer class's: master weights, and averages of parameters.
 
 This state has its own dicts, which the class never sees. Listing, describing and loading state merge it with the
 entries of the class.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MASTER, AVERAGE, COUNT = "master_param", "average_param", "average_count"
 ADVICE = {
     MASTER: "build the optimizer with master_weights=True",
-    AVERAGE: "make zeroshard.AveragedParameters(optimizer) before you load",
-    COUNT: "make zeroshard.AveragedParameters(optimizer) before you load",
+    AVERAGE: "construct zeroshard.AveragedParameters(optimizer) before you load",
+    COUNT: "construct zeroshard.AveragedParameters(optimizer) before you load",
 }
 """Advice about an entry of a checkpoint that this optimizer does not keep, by name."""
 
@@ -50,7 +50,7 @@ class ExtraEntries(ABC):
 
 
 class ExtraState:
-    """Holds the extra entries of one local optimizer, and lists a shard's after a step or a load of them."""
+    """Holds the extra entries of one local optimizer. A shard's entries are listed after it was stepped or loaded."""
 
     def __init__(self) -> None:
         self.kinds: list[ExtraEntries] = []
@@ -77,7 +77,7 @@ class ExtraState:
 
     @contextmanager
     def stepped(self, own_state: Callable[[LocalShard], Any], shards: Collection[LocalShard]) -> Iterator[None]:
-        """Wrap a step of the local optimizer, and list shards with a gradient. Raises if the class uses the names."""
+        """Wrap a step of the local optimizer, and list shards with a gradient. Raise if the class uses these names."""
         had_gradient = {shard.index for shard in shards if shard.tensor.grad is not None}
         try:
             yield
@@ -87,8 +87,8 @@ class ExtraState:
         for shard in shards:
             for name in self.names & (own_state(shard) or {}).keys():
                 raise RuntimeError(
-                    f"{name!r} is an entry of the optimizer class too: leave out master_weights=True or "
-                    f"AveragedParameters, which keep theirs under that name"
+                    f"the optimizer class has an entry {name!r} of its own: leave out master_weights=True or "
+                    f"AveragedParameters, which keep their entries under that name"
                 )
         # A class may drop gradients in its step.
         self._listed |= had_gradient
@@ -128,7 +128,7 @@ class ExtraState:
             if found:
                 self._loading[shard.index] = found
         others = {key: {k: v for k, v in loaded[key].items() if k not in names} for key in of_tensors}
-        # Some classes look up entries wherever there is a dict.
+        # Some classes look up entries in every dict, even in an empty one.
         empty = {key for key in of_tensors if key in self._loading and not others[key]}
         return {key: others.get(key, value) for key, value in loaded.items() if key not in empty}
 

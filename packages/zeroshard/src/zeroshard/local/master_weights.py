@@ -1,4 +1,4 @@
-"""Keeps master weights, which the local optimizer steps: float32 copies of half-precision parameters on their owners.
+"""Holds master weights, which the local optimizer steps: float32 copies of half-precision parameters on their owners.
 
 A step converts gradients to float32, and writes the copies to parameters, rounded to their dtype, as in
 `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_. In checkpoints they are the entry ``"master_param"``.
@@ -16,7 +16,7 @@ from zeroshard.local.shard import LocalShard
 
 
 class MasterWeights(ExtraEntries):
-    """Holds the master weights of this rank, which are tensors of the local optimizer; ``shards`` have one.
+    """Holds the master weights of this rank, which are tensors of the local optimizer. All ``shards`` have one.
 
     After a step a parameter always has its master's rounded values. If it has other values before the next step, for
     example because a model was loaded or averaged, the master adopts them.

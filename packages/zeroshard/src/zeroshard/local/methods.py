@@ -17,8 +17,8 @@ Context = Callable[[], AbstractContextManager[None]]
 def show_shards_to_methods(inner: optim.Optimizer, exchanged: Context, shown: Context) -> set[str]:
     """Make methods of an optimizer run within a context, a bound method of another object. Return their names.
 
-    ``state_dict()`` runs within ``exchanged``, because scripts for torch's class save this rank's shards by it; public
-    methods that the class adds to torch's within ``shown``. Generators are left alone: their bodies run later.
+    ``state_dict()`` runs within ``exchanged``, because scripts for torch's class save this rank's shards with it.
+    Public methods that the class adds run within ``shown``, except generators, whose bodies run later.
     """
     kind, names = type(inner), {"state_dict"}
     vars(inner)["state_dict"] = _within(weakref.WeakMethod(exchanged), weakref.ref(inner), kind.state_dict)

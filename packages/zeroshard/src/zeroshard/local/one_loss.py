@@ -12,7 +12,7 @@ from zeroshard._torch_private import version_of
 
 
 def with_one_loss(inner: optim.Optimizer, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a step, whose closure raises where evaluating it again would have another result."""
+    """Return the arguments of a step, with a closure that raises if evaluating it again would give another result."""
     if "closure" not in arguments:
         return dict(arguments)
     params = [param for group in inner.param_groups for param in group["params"]]

@@ -29,14 +29,14 @@ Closure = Callable[[], Any]
 
 
 class LocalOptimizer:
-    """Owns the inner optimizers, one for each class of the param groups, and the shards they work on.
+    """Owns the inner optimizers, one for each class of the param groups, and the shards that they step.
 
     The param groups of the inner optimizers are the public dicts, which list parameters. While a class steps or loads,
     or its ``state_dict()`` runs, they list this rank's shards; see :meth:`exchanged`.
 
     The state changes in a step, ``train()`` or ``eval()`` of an inner optimizer; outside of steps, by
     :class:`zeroshard.state.checkpoints.Checkpoints`; when shards come and go, by :meth:`rebuild`; in
-    :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
+    :class:`AveragedParameters`; and when the user writes to this rank's entries of ``optimizer.state``.
 
     Attributes:
         members: the inner optimizers, in the order of their classes in the param groups.
@@ -94,11 +94,11 @@ class LocalOptimizer:
                     group.update(members)
 
     def use_groups(self) -> None:
-        """Give the inner optimizers the public groups, some of which the user may have put in place of others."""
+        """Give the inner optimizers the public groups, some of which the user may have replaced."""
         if len(self.groups) != len(self.assignment):
             raise ValueError(
-                f"there are {len(self.groups)} param groups where there should be {len(self.assignment)}: add groups "
-                f"with add_param_group(), and build a new optimizer to remove them"
+                f"expected {len(self.assignment)} param groups, but there are {len(self.groups)}: add groups with "
+                f"add_param_group(), and build a new optimizer to remove them"
             )
         for number, member in enumerate(self.members):
             pairs = zip(self.groups, self.assignment, strict=True)
@@ -106,7 +106,7 @@ class LocalOptimizer:
             member.param_groups[:] = [group for group, own in pairs if own == number]
 
     def publish_groups(self) -> None:
-        """Make the inner optimizers' groups the public ones, where a class has made or loaded dicts of its own."""
+        """Make the inner optimizers' groups the public ones if a class has made or loaded its own dicts."""
         for member in self.members:
             is_wrapper = any(isinstance(value, optim.Optimizer) for value in vars(member).values())
             # A wrapper may share the dict with the optimizer that it wraps.
@@ -150,7 +150,7 @@ class LocalOptimizer:
         return {**(own or {}), **extra} if extra else own
 
     def _stepped_for(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor that is stepped for a parameter; None if this rank owns none of it; other tensors."""
+        """Return the tensor that is stepped for a parameter, None if it is not owned here; other tensors unchanged."""
         return self._stepped.get(param, None if param in self._others else param)
 
     @property
@@ -208,7 +208,7 @@ class LocalOptimizer:
         for state in self.states:
             for key in [key for key in state if isinstance(key, torch.Tensor) and key not in kept]:
                 del state[key]
-        # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
+        # Some classes (Adagrad) make state in their constructor, so new shards get it from another instance.
         for shard in arrived:
             if not self.own_state(shard):
                 number = plan.tensors[shard.index].group
@@ -217,7 +217,7 @@ class LocalOptimizer:
                     self.member_of(shard.index).state[shard.tensor] = built.state[shard.tensor]
 
     def rebind(self) -> None:
-        """Point detached shards at their parameters' current storage, and freeze or unfreeze them like these."""
+        """Point detached shards at their parameters' current storage, and freeze or unfreeze them as these are."""
         for shard in self._detached:
             shard.tensor.requires_grad_(shard.param.requires_grad)
             if not shard.is_master:
@@ -274,9 +274,9 @@ class LocalOptimizer:
             yield
 
     def copy_attributes(self) -> None:
-        """Give detached shards the attributes that their parameters have got since the last call.
+        """Copy the attributes of parameters that have changed since the last call to their detached shards.
 
-        A class may read them, and write others to the shards. Call it in the thread that trains.
+        A class may read them, and write its own attributes to the shards. Call it in the thread that trains.
         """
         for shard in self._detached:
             attributes, own = vars(shard.param), vars(shard.tensor)
@@ -317,7 +317,7 @@ class LocalOptimizer:
         return result
 
     def _check_keys(self) -> None:
-        """Raise a RuntimeError if one of several classes keeps state of no parameter, which no checkpoint can hold."""
+        """Raise if one of several classes keeps state that belongs to no parameter, which no checkpoint can hold."""
         counts = [len(state) for state in self.states]
         if counts == self._checked:
             return
@@ -394,7 +394,7 @@ def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
 def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
     found: ParamGroup = {"params": [shard.tensor for shard in shards]}
     if "param_names" in group:
-        # Not as pairs: an empty list of pairs has no names, and torch refuses groups with and without together.
+        # Not as pairs: an empty list of pairs has no names, and torch refuses a mix of groups with and without names.
         names = dict(zip(group["params"], group["param_names"], strict=True))
         found["param_names"] = [names[shard.param] for shard in shards]
     return found

@@ -15,8 +15,8 @@ class LocalShard:
     """A part of a parameter, or all of it, which this rank owns.
 
     Attributes:
-        tensor: ``param`` itself if the shard is all of it, else a leaf of its own that views the parameter's rows. With
-            a hook that steps bucket by bucket it is a leaf of its own in both cases, see
+        tensor: ``param`` itself if the shard is all of it, else a separate leaf that is a view of the parameter's rows.
+            With a hook that steps bucket by bucket it is a separate leaf in both cases, see
             :meth:`LocalOptimizer.detach_shards`. A master weight is a float32 copy of the rows.
     """
 
@@ -27,7 +27,7 @@ class LocalShard:
 
     @classmethod
     def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool, master: bool = False) -> LocalShard:
-        """Make the tensor of a shard; ``master`` says whether to make a master weight where one is needed."""
+        """Make the tensor of a shard: a master weight if ``master`` is True and the parameter has half precision."""
         is_master = master and param.dtype in _HALF
         if not (is_master or detached) and shard.numel == param.numel():
             return cls(shard, param, param)
@@ -56,7 +56,7 @@ class LocalShard:
         return _view_of(self.shard, self.param)
 
     def unset_grad(self) -> None:
-        """Remove the gradient of :attr:`tensor` unless that is the parameter, because it keeps memory."""
+        """Remove the gradient of :attr:`tensor`, because it keeps memory. No-op if that is the parameter."""
         if self.is_detached:
             self.tensor.grad = None
 
@@ -80,7 +80,7 @@ def gradient_of(shard: LocalShard) -> torch.Tensor | None:
 
 
 def check_exact(param: torch.Tensor, label: str) -> None:
-    """Raise a TypeError if a shard cannot take the place of a parameter, because its type is not known."""
+    """Raise a TypeError if a parameter has a special type, which the shard in its place would not have."""
     if type(param) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
             f"{label} is a {type(param).__name__}, but an optimizer class would get a plain Parameter in its place: "

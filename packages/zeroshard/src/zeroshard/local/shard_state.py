@@ -13,13 +13,13 @@ import torch
 class ShardState(defaultdict[Any, Any]):
     """The state of an inner optimizer, by the tensors that it steps.
 
-    A parameter of which this rank steps another tensor finds the entries of that tensor. A parameter that other ranks
-    own raises a KeyError, where a ``defaultdict`` would make an empty entry.
+    If this rank steps another tensor in place of a parameter, the parameter finds the entries of that tensor. A
+    parameter that other ranks own raises a KeyError, where a ``defaultdict`` would make an empty entry.
 
     Args:
         entries: the state so far.
         stepped: returns the tensor that is stepped for a parameter or is stepped itself; None if this rank owns none.
-            A method, which is referred to weakly.
+            It must be a method, to which this object keeps a weak reference.
     """
 
     def __init__(self, entries: Mapping[Any, Any], stepped: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

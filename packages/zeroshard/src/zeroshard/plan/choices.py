@@ -40,9 +40,9 @@ class Choice:
 
 
 def parse(text: str) -> tuple[Choice, ...]:
-    """Parse choices, which ``+`` separates; a ValueError names text that is no choice.
+    """Parse choices separated by ``+``; raise a ValueError that shows the first text that is not a choice.
 
-    A choice without a pattern takes the rest. The parentheses of arguments may contain only one more level.
+    A choice without a pattern takes the rest. Arguments may have only one more level of parentheses inside.
 
     >>> [choice.pattern for choice in parse("SGD(momentum=0.9):*.bias + AdamW")]
     ['*.bias', 'rest']
@@ -54,9 +54,9 @@ def parse(text: str) -> tuple[Choice, ...]:
     while start <= len(text):
         found = _CHOICE.match(text, start)
         if found is None:
-            raise ValueError(f"a class such as AdamW or SGD(momentum=0.9):*.bias is expected, but got {text[start:]!r}")
+            raise ValueError(f"expected a class such as AdamW or SGD(momentum=0.9):*.bias, but got {text[start:]!r}")
         if found.end() < len(text) and text[found.end()] != "+":
-            raise ValueError(f"after a class come (ARGUMENTS), :PATTERN and +, but got {text[found.end() :]!r}")
+            raise ValueError(f"expected (ARGUMENTS), :PATTERN or + after a class, but got {text[found.end() :]!r}")
         name, arguments, pattern = found.groups(default="")
         choices.append(Choice(name, _literals(name, arguments or "()"), pattern or REST))
         start = found.end() + 1
@@ -64,7 +64,7 @@ def parse(text: str) -> tuple[Choice, ...]:
 
 
 def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters that each choice takes. The first match takes one; ``rest`` is matched last.
+    """Return the names of the parameters that each choice takes. The first match gets a parameter; ``rest`` comes last.
 
     A ValueError names a choice without parameters, or parameters without a choice.
 
@@ -78,7 +78,7 @@ def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection
         matching = matrices if pattern == MATRICES else {name for name in names if fnmatchcase(name, pattern)}
         taken[index] = tuple(name for name in left if name in matching)
         if not taken[index]:
-            why = "takes no parameter: others take all that it matches" if matching else "matches no parameter"
+            why = "takes no parameter: other choices take all that it matches" if matching else "matches no parameter"
             raise ValueError(f"{choice.name}:{choice.pattern} {why}; there are {listed(names)}")
         left = [name for name in left if name not in matching]
     if left:
@@ -89,7 +89,7 @@ def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection
 def matrix_names(model: nn.Module, head: torch.Tensor | None = None) -> frozenset[str]:
     """Return the names of the 2-D parameters that belong to no :class:`torch.nn.Embedding` and are not the head.
 
-    If the weight of the output head is None, a parameter with as many rows as the largest embedding counts as one.
+    If the output head's weight is None, any parameter with as many rows as the largest embedding counts as a head.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     outer = {head, *(module.weight for module in embeddings)}
@@ -125,7 +125,7 @@ def _literals(name: str, arguments: str) -> tuple[tuple[str, Any], ...]:
     with suppress(SyntaxError, RecursionError, MemoryError):
         call = ast.parse(f"call{arguments}", mode="eval").body
     if not isinstance(call, ast.Call):
-        raise ValueError(f"{name + arguments!r} is no call: write arguments as {name}(lr=0.01)")
+        raise ValueError(f"{name + arguments!r} is not a call: write arguments as {name}(lr=0.01)")
     if call.args:
         raise ValueError(f"{name}({ast.unparse(call.args[0])}) has no name: write arguments as {name}(lr=0.01)")
     found: dict[str, Any] = {}
@@ -136,5 +136,5 @@ def _literals(name: str, arguments: str) -> tuple[tuple[str, Any], ...]:
         try:
             found[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, RecursionError, MemoryError):
-            raise ValueError(f"{written} is no literal: write a number, text, or a tuple") from None
+            raise ValueError(f"{written} is not a literal: write a number, a string or a tuple") from None
     return tuple(found.items())

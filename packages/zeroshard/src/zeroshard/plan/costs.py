@@ -1,4 +1,4 @@
-"""Finds the cost of the tensors of each param group. For an unknown class, it assumes their number of elements."""
+"""Determines the cost of the tensors of each param group. For an unknown class, it is their number of elements."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def with_classes(
 ) -> Policy:
     """Return a policy for these groups, as the user wrote them, and their classes. It keeps the known costs.
 
-    If a class cannot step a tensor, the state of the tensor counts as much as the tensor. With ``strict``, a trainable
-    tensor raises ValueError then.
+    If a class cannot step a tensor, the tensor's state is assumed to be as large as the tensor. With ``strict``, this
+    raises a ValueError if that tensor is trainable.
     """
     added = zip(classes[len(policy.costs) :], groups[len(policy.costs) :], strict=True)
     costs = [*policy.costs, *[_cost_of(policy, *each, strict=strict) for each in added]]

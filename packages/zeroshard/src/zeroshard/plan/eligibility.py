@@ -117,7 +117,7 @@ COUPLED: Mapping[str, Coupling] = {
     "pytorch_optimizer.Lamb": Coupling("scales all gradients by one norm", {"pre_norm": bool}),
     "pytorch_optimizer.LoRARite": Coupling("updates tensors in pairs"),
     "pytorch_optimizer.Ranger21": Coupling("scales weight decay by the second moments of all tensors"),
-    "pytorch_optimizer.SWATS": Coupling("turns into SGD for all tensors when one of them is ready for it"),
+    "pytorch_optimizer.SWATS": Coupling("switches to SGD for all tensors when one of them is ready"),
     "pytorch_optimizer.TRAC": Coupling("scales the updates of all tensors by one number"),
 }
 """The classes that couple tensors, by the names of package and class. Their subclasses couple too."""
@@ -162,7 +162,7 @@ def _names(kind: type) -> list[str]:
 
 
 def is_known(kind: type[optim.Optimizer]) -> bool:
-    """Return True if a class is torch's own, or it is known when it couples tensors."""
+    """Return True if a class is torch's own, or :data:`COUPLED` says when it couples tensors."""
     return kind.__module__.startswith("torch.") or any(name in COUPLED for name in _names(kind))
 
 
@@ -176,14 +176,14 @@ def coupling_error(name: str, why: str, instead: str = "") -> ValueError:
 
 
 STEPPED_IN_PARTS = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
-"""The classes of torch.optim that keep all state per tensor. No check detects that others, and subclasses, do not.
+"""The classes of torch.optim that keep all state per tensor. No check detects whether other classes, or subclasses, do.
 
-Such an optimizer would count its steps once per part, or step all tensors of an optimizer that it wraps.
+An optimizer that does not would count its steps once per part, or step all tensors of an optimizer that it wraps.
 """
 
 
 def may_step_in_parts(inner: optim.Optimizer) -> bool:
-    """Return True if an optimizer may step some tensors at a time: it is known, or has ``steps_in_pieces = True``."""
+    """Return True if an optimizer may step some tensors at a time, as known or by ``steps_in_pieces = True``."""
     # Its own hooks must run once per step.
     if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False
@@ -194,8 +194,8 @@ def check_differentiable(optimizer: optim.Optimizer) -> None:
     """Raise a ValueError if a param group of an optimizer has ``differentiable=True``."""
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from one rank "
-            f"to another. Leave it out, or use the optimizer unsharded"
+            f"{type(optimizer).__name__}(differentiable=True) cannot be sharded, because autograd does not work across "
+            f"ranks. Leave out differentiable=True, or use the optimizer unsharded"
         )
 
 

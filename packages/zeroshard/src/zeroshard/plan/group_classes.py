@@ -15,18 +15,18 @@ from zeroshard.plan.eligibility import ELEMENTWISE, OptimizerFactory, check_shar
 from zeroshard.plan.groups import ParamGroup
 
 OPTIONS = ("optimizer_class", "optimizer_defaults", "cost", "elementwise")
-"""Keys of a param group that say how to step and partition it. No ``param_groups`` and no state dict has them."""
+"""Keys of a param group that say how to step and partition it. ``param_groups`` and state dicts do not have them."""
 
 _ADDED = frozenset({"param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""Keys that users and schedulers of torch add to param groups."""
+"""Keys that users and torch's schedulers add to param groups."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupClass:
-    """The optimizer class of a param group, with the cost of its tensors, which is None for the optimizer's cost.
+    """The optimizer class of a param group, and the cost of its tensors; None means the optimizer's cost.
 
-    The factory is a class or a ``functools.partial`` of one, whose arguments ``defaults`` extend and replace. The class
-    is ``elementwise`` here if the user declared it so.
+    ``factory`` is a class or a ``functools.partial`` of one; ``defaults`` extend and override the partial's arguments.
+    ``elementwise`` is True if the user has declared that the class is elementwise.
     """
 
     factory: OptimizerFactory
@@ -107,8 +107,8 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
 def adopting_dicts() -> Iterator[Callable[[object, ParamGroup], ParamGroup]]:
     """Yield a function that makes the caller's dict the param group, as torch does; if the block raises, restore it.
 
-    A dict with :data:`OPTIONS` stays the caller's, who may use it for another optimizer: a copy without them is the
-    group.
+    A dict with :data:`OPTIONS` is unchanged, because the caller may use it for another optimizer; a copy without them
+    becomes the group.
     """
     adopted: list[tuple[ParamGroup, ParamGroup]] = []
 
@@ -155,7 +155,7 @@ def check_hyperparameters(
         if own.defaults and foreign:
             raise ValueError(
                 f"{what} has {foreign[0]!r}, which {type(own).__name__} does not take, but {type(other).__name__} "
-                f"does: its class and its hyperparameters must fit"
+                f"does: a group may have only hyperparameters of its own class"
             )
 
 

@@ -97,14 +97,14 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
     if len(members) != len(params) or not all(map(is_, members, params)):
         raise RuntimeError(
             "the members of param_groups are not those that the optimizer was built with; "
-            "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+            "add parameters with add_param_group(), and build a new optimizer to replace or remove them"
         )
 
 
 def specs_of(
     groups: Sequence[Mapping[str, Any]], active: Sequence[bool], names_of: Mapping[torch.Tensor, str] | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Describe all parameters. ``active`` says which are trainable; ``names_of`` names parameters without names."""
+    """Describe all parameters. ``active`` says which are trainable; ``names_of`` is for parameters without names."""
     specs: list[TensorSpec] = []
     logical: dict[torch.device, str] = {}
     for number, group in enumerate(groups):
@@ -169,7 +169,7 @@ def check_values(groups: Sequence[Mapping[str, Any]]) -> None:
         if active and param.is_meta:
             raise ValueError(
                 f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is on the meta device and has no values: "
-                f"call model.to_empty(device=...) and initialise the model before the optimizer is built"
+                f"call model.to_empty(device=...) and initialize the model before you build the optimizer"
             )
 
 

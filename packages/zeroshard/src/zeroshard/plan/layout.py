@@ -40,7 +40,7 @@ class Policy:
     """The settings that decide how to partition an optimizer, fixed at construction except for names and new groups.
 
     ``classes`` and ``costs`` have an entry for each param group, and ``names`` has the parameters that the user passed
-    without names. Ranks send tensors of the device types ``by_messages`` by messages, and others by collectives.
+    without names. Ranks send tensors on the device types ``by_messages`` by messages, and others by collectives.
     """
 
     strategy: Partition
@@ -70,8 +70,8 @@ class Policy:
 
     def arguments(self, specs: Sequence[TensorSpec]) -> dict[str, Any]:
         """Return the arguments of :func:`zeroshard_core.partition` for these tensors."""
-        # A part costs a message, but nothing in a collective. There, large parts cost padding if there are many ranks:
-        # at 512 ranks, the buckets of GPT-2 become 1.75 times as large, and 1.15 times as large with small parts.
+        # By messages, each part costs a message; in a collective, it costs nothing. With many ranks, large parts cost a
+        # collective padding: at 512 ranks, it makes GPT-2's buckets 1.75 times as large, 1.15 times with small parts.
         sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
         smallest = SMALLEST_PART if sends or self.world_size < 64 else 1024
         how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": smallest}
@@ -84,7 +84,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan, for each tensor whether a step may change it, and this rank's contribution to agreements on both."""
+    """A plan, whether a step may change each tensor, and this rank's contribution to agreements on both."""
 
     plan: Plan
     active: tuple[bool, ...]
@@ -132,7 +132,7 @@ def _settings_of(policy: Policy) -> dict[str, str | bool]:
 def place(policy: Policy, specs: Sequence[TensorSpec], before: Plan | None = None) -> Plan:
     """Return a plan in which tensors of an earlier plan keep their owners.
 
-    Raises a ValueError if it cuts a tensor of a class that may not be elementwise, or would cut a larger one.
+    Raises a ValueError if the plan cuts a tensor of a class that may not be elementwise, or would cut a larger one.
     """
     arguments = policy.arguments(specs)
     if before is None:
@@ -186,8 +186,8 @@ def explain_index_error(error: IndexError, plan: Plan, rank: int) -> NoReturn:
         raise error
     raise IndexError(
         f"{error}: perhaps because param group {empty[0]} is empty on rank {rank}: other ranks own its tensors. A "
-        f"class that indexes the tensors of each group must skip empty ones; or make groups of more tensors, or use "
-        f"fewer ranks"
+        f"class that indexes the tensors of each group must skip empty groups. If it does not, put more tensors into "
+        f"each group, or use fewer ranks"
     ) from error
 
 

@@ -34,7 +34,7 @@ _GRADIENTS = [(spread, scale) for spread in (1.0, 0.1) for scale in (1.0, 1000.0
 _SMALL = [torch.empty(shape, dtype=torch.float64, device="meta") for shape in ((6, 4), (5,))]
 _EXTREMES = [(1.0, 1e3), (1.0, 1e-3)]
 _TRIED: WeakKeyDictionary[type, dict[str, OptimizerCheck]] = WeakKeyDictionary()
-"""What this process has found out about classes, by their arguments."""
+"""The results of this process so far, by class and arguments."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def check_optimizer(
 
 
 def refuse_coupling(built: optim.Optimizer, chosen: GroupClass, groups: Iterable[ParamGroup]) -> None:
-    """Raise a ValueError if a class that no list knows couples two small tensors.
+    """Raise a ValueError if a class that is not a known one couples two small tensors.
 
-    A class that cannot be tried is accepted. With the same arguments it is tried once a process, for at most 100 ms of
-    this thread's time.
+    A class that cannot be tried is accepted. A process tries each class once with the same arguments, for at most
+    100 ms of this thread's time.
     """
     if is_known(type(built)):
         return
@@ -112,7 +112,7 @@ def refuse_coupling(built: optim.Optimizer, chosen: GroupClass, groups: Iterable
             if found.verdict == "cannot tell":
                 _logger.info("%s may couple tensors: it could not be tried, because %s", name, found.reason)
         if tried[key].verdict == "coupled":
-            raise coupling_error(name, "steps two tensors together otherwise than each by itself")
+            raise coupling_error(name, "steps two tensors together differently than each one separately")
 
 
 def _try_class(factory: OptimizerFactory, arguments: Mapping[str, Any], settings: ParamGroup) -> OptimizerCheck:
@@ -137,7 +137,7 @@ def _compare(
     steps: int,
     until: float = math.inf,
 ) -> OptimizerCheck:
-    """Return the verdict on a class without a closure, or if it raises, with one; ``until`` a time of this thread."""
+    """Return the verdict on a class without a closure, or with one if it raises. ``until`` is a time of this thread."""
     problem, python, numpy = "", random.getstate(), sys.modules.get("numpy.random")
     numpys = numpy.get_state() if numpy is not None else None
     for with_closure in (False, True):
@@ -148,7 +148,7 @@ def _compare(
                 trials = [attempt(*kind) for kind in gradients]
                 differed = [kind for kind, trial in zip(gradients, trials, strict=True) if trial.differed]
                 if any(attempt(*kind, repeats=True).differed for kind in differed):
-                    return OptimizerCheck("cannot tell", None, "it differs from itself under one seed")
+                    return OptimizerCheck("cannot tell", None, "two runs of it with the same seed differ")
                 return _judged(trials, steps)
         except Exception as error:  # noqa: BLE001 - an unsupported class may raise any exception
             # The first error says what the class needs.
@@ -192,7 +192,7 @@ def _try(
     with_closure: bool,
     repeats: bool = False,
 ) -> _Trial:
-    """Step all tensors together and each separately, or all again, until they differ or are no longer finite."""
+    """Step all tensors together and each separately (all again if ``repeats``), until they differ or are not finite."""
     draws = _Draws()  # type: ignore[no-untyped-call]
     draws.until = until
     rounded = moved = False
@@ -256,7 +256,7 @@ def _evaluate(
 class _Draws(DispatchMode):
     """Makes random numbers depend only on step and shape; ``drew`` is True if the optimizer drew any.
 
-    It raises in an optimizer that communicates, that uses an accelerator, or after a time of this thread.
+    It raises if the optimizer communicates, uses an accelerator, or runs past ``until``, a time of this thread.
     """
 
     step: int | None = 0
@@ -280,7 +280,7 @@ class _Draws(DispatchMode):
 
     @contextmanager
     def of(self, step: int | None) -> Iterator[None]:
-        """Apply the mode within a step, and seed Python's own generator: by None, otherwise each time."""
+        """Apply the mode within a step, and seed Python's own generator; None seeds it differently each time."""
         self.step = step
         random.seed(step)
         before = random.getstate()

@@ -1,4 +1,4 @@
-"""Predicts what ranks would hold and send, with the code that plans, from the shapes of a model alone."""
+"""Predicts what ranks would hold and send from only the shapes of a model, with the code that makes real plans."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Backend = Literal["gloo", "nccl"]
 
 
 class Planner:
-    """Predicts for one model and its optimizers, at any number of ranks. It probes each class once.
+    """Predicts memory and traffic of one model and its optimizers, at any number of ranks. It probes each class once.
 
     Args:
         model: a module, parameters or param groups, which may be on the meta device.
-        optimizer_class: the class, as for :class:`ZeroRedundancyOptimizer`, like all arguments that are not listed.
-        buffers: bytes of the model's buffers, unless ``model`` is a module.
-        order: all parameters in the order of the model, in which DDP makes buckets, if groups have another order.
+        optimizer_class: as for :class:`ZeroRedundancyOptimizer`; so are all arguments that are not listed here.
+        buffers: the bytes of the model's buffers, unless ``model`` is a module.
+        order: all parameters in the model's order, in which DDP makes buckets, if the groups have another order.
         backend: how ranks are connected; by default gloo if all parameters are on the CPU, else nccl.
         grad_dtype: the dtype of gradients; None for the parameters' own.
 
@@ -191,7 +191,7 @@ class Planner:
     def _transient(
         self, plan: Plan, order: Sequence[int], buckets: Sequence[Sequence[int]], rows: Sequence[int]
     ) -> list[int]:
-        """Return for each rank what a backward holds at its peak beyond all gradients that the rank owns."""
+        """Return, for each rank, the bytes that a backward holds at its peak beyond all gradients the rank owns."""
         owned, peaks = [0] * plan.world_size, [0] * plan.world_size
         arriving, seen, arrived, sent = iter(order), set[int](), 0, 0
         in_flight, free = deque[tuple[int, int, bool]](), list[int]()
@@ -237,7 +237,7 @@ def predict(
     bucket_mb: float = 25,
     **arguments: Any,  # noqa: ANN401 - as for the planner
 ) -> Prediction:
-    """Predict what each rank holds and sends, from shapes alone. It needs no process group, and allocates nothing.
+    """Predict what each rank holds and sends, from only shapes. It needs no process group, and allocates nothing.
 
     >>> found = predict(nn.Linear(1024, 1024, bias=False), torch.optim.AdamW, ranks=4, partition="split")
     >>> found.largest.state, found.sent[0]
@@ -245,13 +245,13 @@ def predict(
 
     Args:
         model: a module, parameters or param groups, which may be on the meta device.
-        optimizer_class: the class, as for :class:`ZeroRedundancyOptimizer`.
+        optimizer_class: the optimizer class, as for :class:`ZeroRedundancyOptimizer`.
         ranks: the number of ranks.
         partition: the partition, as for the optimizer.
-        reduces_to_owner: whether DDP has a communication hook that sends gradients to their owners alone.
+        reduces_to_owner: whether DDP has a communication hook that sends gradients only to their owners.
         interleaves: whether this hook steps a bucket while others are reduced.
         shards_gradients: whether :func:`zeroshard.shard_gradients` takes the place of DDP and its hook.
-        bucket_mb: its buckets, in MiB.
+        bucket_mb: the size of its buckets in MiB.
         **arguments: arguments of the optimizer, and of :class:`Planner`.
 
     Raises:
@@ -275,7 +275,7 @@ def _slots(sizes: Sequence[int]) -> int:
 
 
 def _ddp_buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
-    """Return DDP's default buckets of tensors in the order of backward: 1 MiB and then 25 MiB each, or one more."""
+    """Return DDP's default buckets in the order of backward. A bucket ends once it has 1 MiB, later ones 25 MiB."""
     found, size = [list[int]()], 0
     for index in order:
         spec = plan.tensors[index]
