@@ -47,7 +47,7 @@ USED: Mapping[str, str] = {
     "torch.ops.aten._unsafe_view": "how flatten() of a tensor that is not in row-major order reaches such gradients",
     "torch.ops.aten._has_compatible_shallow_copy_type": "a conversion calls it on devices that are not torch's own",
     "torch.ops.aten._pin_memory": "how a checkpoint that is staged reaches state without memory",
-    "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once if a step is made in parts",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the random numbers that an optimizer draws",
 }

@@ -251,7 +251,7 @@ class Engine:
         if not isinstance(to, bool):
             # NumPy's integers are ranks too.
             with suppress(Exception):
-                target = operator.index(to)  # type: ignore[arg-type] # raises if it is no integer
+                target = operator.index(to)  # type: ignore[arg-type] # raises if it is not an integer
         self._announce(Call.CONSOLIDATE, target=target)
         self.apply_consolidation(target, to)
 

@@ -34,7 +34,7 @@ def index_of_param(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, i
     if index is None:
         raise ValueError(
             f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer does not "
-            f"have: pass it all trainable ones, or freeze the others before you build DistributedDataParallel"
+            f"have: build it with all trainable parameters, or freeze others before DistributedDataParallel is built"
         )
     if refusal := _refusal(bucket, place):
         raise ValueError(f"{label_in(plan, index)} {refusal}; or train without a communication hook")

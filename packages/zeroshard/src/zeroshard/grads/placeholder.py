@@ -33,7 +33,7 @@ class Reduced(Enum):
 
     ABSENT = "no rank has a gradient"
     ZERO = "it was set to zero, and a step uses zeros"
-    REDUCING = "it is on its way to its owners"
+    REDUCING = "it is being sent to its owners"
     REDUCED = "its owners hold the mean"
     USED = "a step has used the mean"
 
@@ -129,7 +129,7 @@ class GradPlaceholder(TensorWithoutValues):
             elif changes and not table.is_grad(self):
                 advice = "it is a copy or an earlier gradient, not the current one of its parameter: change p.grad"
             elif changes and self._reduced is Reduced.USED:
-                # The optimizer class may have changed it, so that its norm is not known any more.
+                # The optimizer class may have changed it, so its norm is no longer known.
                 advice = "a step has used it: change gradients before step()"
             else:
                 return table.norms

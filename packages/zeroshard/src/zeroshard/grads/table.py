@@ -181,7 +181,7 @@ class GradTable:
         return place.copy_(self._local[tensor]) if tensor in self._local else place.zero_()
 
     def hide(self) -> None:
-        """Set ``param.grad`` to None where it is a placeholder, because DDP copies it to rebuild its buckets."""
+        """Set ``param.grad`` to None if it is a placeholder, because DDP would copy it to rebuild its buckets."""
         self._hidden = [(param, param.grad) for param in self._params if type(param.grad) is GradPlaceholder]
         for param, _ in self._hidden:
             param.grad = None

@@ -189,7 +189,7 @@ class LocalOptimizer:
         return built.defaults
 
     def rebuild(self, groups: list[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
-        """Adopt a plan that adds groups, or in which tensors without state lie differently in memory."""
+        """Adopt a plan that adds groups, or in which tensors without state have another memory format."""
         members = self._members(groups, plan)
         self.use(groups, plan)
         known = {shard.tensor for shard in self.shards.values()}
@@ -225,7 +225,7 @@ class LocalOptimizer:
         self.extra.rebuild([*self.shards.values()])
 
     def check_may_detach(self) -> None:
-        """Raise the TypeError of :meth:`detach_shards`, on the owner of a tensor alone."""
+        """Raise the TypeError of :meth:`detach_shards`, on the owner of the tensor only."""
         for index, shard in self.shards.items():
             check_exact(shard.param, label_in(self.plan, index))
 

@@ -23,7 +23,7 @@ class PartialStepper:
             places = [place for place, tensor in enumerate(group["params"]) if tensor in chosen]
             if places:
                 self._groups.append((number, {key: [group[key][place] for place in places] for key in group}))
-        # Copies without attributes, which get those from their inner optimizers in each step.
+        # Uninitialized copies, which get the attributes of their inner optimizers in each step.
         stepped = sorted({local.assignment[number] for number, _ in self._groups})
         self._copies = {number: object.__new__(type(local.members[number])) for number in stepped}
 

@@ -1,4 +1,4 @@
-"""Reads and checks the parameters of an optimizer: their groups and names, and where they lie in memory."""
+"""Reads and checks the parameters of an optimizer: their groups, names and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMBERS = frozenset({"params", "param_names"})
 """Keys of a param group that say which parameters it has; they differ between the public and the local groups."""
 
 
-def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be handed in; this is where it is checked
+def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be passed; this function checks it
     """Check the argument ``params`` of an optimizer, and return it as groups, each as :func:`read_group` does."""
     if isinstance(params, torch.Tensor):
         raise TypeError(f"`params` must be an iterable of tensors or dicts, but got a single {torch.typename(params)}")

@@ -70,8 +70,8 @@ class Policy:
 
     def arguments(self, specs: Sequence[TensorSpec]) -> dict[str, Any]:
         """Return the arguments of :func:`zeroshard_core.partition` for these tensors."""
-        # By messages, each part costs a message; in a collective, it costs nothing. With many ranks, large parts cost a
-        # collective padding: at 512 ranks, it makes GPT-2's buckets 1.75 times as large, 1.15 times with small parts.
+        # A part costs a message, but nothing in a collective. In collectives of many ranks, large parts need padding:
+        # at 512 ranks, the buckets of GPT-2 become 1.75 times as large, and 1.15 times as large with small parts.
         sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
         smallest = SMALLEST_PART if sends or self.world_size < 64 else 1024
         how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": smallest}
