@@ -2,8 +2,8 @@
 
 The order is fixed: this rank looks at its parameters; all ranks agree that they are in the same step of the same
 optimizer with the same layout, and that no rank has an error; each updates its shards and broadcasts them; and they
-agree that this has succeeded on all ranks. A hook that steps each bucket as soon as it is reduced does all of this
-during backward, in :mod:`zeroshard.grads.exchange`; a call of ``step()`` then only checks the result.
+agree that this has succeeded on all ranks. A hook that steps each bucket as soon as it is reduced has begun all of this
+during backward, in :mod:`zeroshard.grads.exchange`; the step then only finishes it.
 """
 
 from __future__ import annotations

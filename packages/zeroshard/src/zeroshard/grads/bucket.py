@@ -126,6 +126,6 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
         if params[index].device != device:
             raise ValueError(
                 f"{label_in(layout.plan, index)} is on {params[index].device}, and {label_in(layout.plan, active[0])} "
-                f"on {device}: hooks and shard_gradients() need all on one device. Move them, or use neither"
+                f"on {device}: hooks and shard_gradients() need all parameters on one device. Move them, or use neither"
             )
     return device

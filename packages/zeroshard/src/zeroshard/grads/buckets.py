@@ -124,7 +124,7 @@ class BucketState(OwnedGradients):
                 self._partial.step(arguments)
 
     def step_early(self) -> None:
-        """Step during backward, which needs a gradient of every parameter. :meth:`step` raises an error of this."""
+        """Step during backward, which needs a gradient of every parameter. :meth:`step` raises the error."""
         try:
             if not all(self.present):
                 raise RuntimeError(

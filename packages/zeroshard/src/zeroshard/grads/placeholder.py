@@ -89,7 +89,7 @@ class GradPlaceholder(TensorWithoutValues):
 
     @property
     def data(self) -> torch.Tensor:
-        """The placeholder itself. If a tensor is assigned, it becomes ``param.grad``, and the next step raises."""
+        """The placeholder itself. An assigned tensor becomes ``param.grad``, and the next step raises on all ranks."""
         return self
 
     @data.setter
