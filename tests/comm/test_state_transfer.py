@@ -104,7 +104,7 @@ def test_nothing_is_written_over_what_is_sent_and_the_bytes_are_counted(rank: in
 @pytest.mark.ranks(3, backend="gloo")
 def test_rooms_of_another_size_are_an_error_on_every_rank_before_anything_is_sent(rank: int) -> None:
     coordinator = Coordinator(RankGroup.of())
-    with pytest.raises(RuntimeError, match=r"rank 1 sends tensors of \[12\] bytes, but there is room for \[8\]"):
+    with pytest.raises(RuntimeError, match=r"rank 1 sends tensors of \[12\] bytes, but the buffers have \[8\]"):
         gather(
             coordinator,
             Manifest(None, [torch.zeros(3)]),

@@ -67,7 +67,7 @@ def test_connections_that_cannot_be_opened_name_the_limit_of_files(rank: int) ->
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())), hard))
     try:
-        with pytest.raises(PeerLostError, match=r"each opens 1 connections more, which `ulimit -n` must allow"):
+        with pytest.raises(PeerLostError, match=r"check that `ulimit -n` allows 1 more connections per rank"):
             coordinator.agree("step()")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -244,7 +244,7 @@ def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(
     coordinator = connected()
     error = PeerLostError("some collective could not be finished")
     error.peer = lost
-    others = "another rank has lost one, whose" if lost is None else "another rank has lost rank 2, whose"
+    others = "another rank has lost a rank, whose" if lost is None else "another rank has lost rank 2, whose"
     with pytest.raises(PeerLostError, match="some collective" if rank == 1 else others) as raised:
         coordinator.agree("the end of step()", error=error if rank == 1 else None)
     assert raised.value.peer == lost
@@ -265,7 +265,7 @@ def test_nobody_waits_for_a_rank_that_has_lost_another_and_the_users_group_works
             message.wait("a test")
     with pytest.raises(PeerLostError):
         coordinator.agree("step()")
-    with pytest.raises(PeerLostError, match=r"on a new process group\. They were closed after: .*lost"):
+    with pytest.raises(PeerLostError, match=r"on a new process group\. It closed them after this error: .*lost"):
         coordinator.agree("step()")
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -312,7 +312,7 @@ def test_uneven_data_in_the_join_of_ddp_is_told_of_ours(rank: int) -> None:
                 ddp(batch(number)).sum().backward()
                 optimizer.step()
 
-    told = r"step\(\).* With uneven data use zeroshard_integrations\.join\.Join\(\[ddp, optimizer\]\)"
+    told = r"step\(\).* With uneven data, use zeroshard_integrations\.join\.Join\(\[ddp, optimizer\]\)"
     # The other one waits in a collective of DDP.
     with pytest.raises(PeerLostError if rank == 1 else RuntimeError, match=told if rank == 1 else None):
         train()

@@ -37,7 +37,7 @@ def test_a_librarys_error_travels_as_its_nearest_builtin_type() -> None:
     [
         ("step()", "did not call step()"),
         ("consolidate_state_dict(to=0)", "did not call consolidate_state_dict(to=0)"),
-        ("backward(), where all ranks have gradients", "did not call backward()"),
+        ("backward(), before gradients are read", "did not call backward()"),
         ("the end of step()", "did not reach the end of step()"),
         ("the transfer of consolidate_state_dict(to=0)", "did not reach the transfer of consolidate_state_dict(to=0)"),
     ],

@@ -20,23 +20,23 @@ TESTED_WITH = "2.15"
 """The newest torch with which these names were tested."""
 
 USED: Mapping[str, str] = {
-    "torch._foreach_add_": "one call for many tensors, where a loop costs a call for each",
+    "torch._foreach_add_": "updates many tensors in one call; a loop needs a call for each",
     "torch._foreach_copy_": "the same",
     "torch._foreach_div_": "the same",
-    "torch.distributed.ProcessGroup._device_types": "a group does not tell its timeout, but its backends do",
-    "torch.distributed.ProcessGroup._get_backend": "the same; a public name has been there since 2.14 only",
+    "torch.distributed.ProcessGroup._device_types": "a group does not expose its timeout, but its backends do",
+    "torch.distributed.ProcessGroup._get_backend": "the same; the public name exists only since torch 2.14",
     "torch.distributed._coalescing_manager": "issues several collectives as one group, and has no public name",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long the operations of a group may take",
-    "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, and not the gloo inside",
-    "torch.distributed.ProcessGroup._set_group_name": "by which zeroshard_testing matches the messages of ranks",
+    "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, not a backend such as gloo",
+    "torch.distributed.ProcessGroup._set_group_name": "sets the name by which zeroshard_testing matches messages",
 }
 
 
 def check_names(package: str, used: Mapping[str, str], tested_with: str) -> None:
     """Raise an ImportError that lists which private names of a package this torch does not have.
 
-    ``used`` has the reasons for each use, by dotted name. The last part is an attribute of a module or class, or of one
-    of its instances, if a method of the class uses it.
+    ``used`` maps each dotted name to the reason for its use. The last part of a name is an attribute of a module or a
+    class, or of an instance of the class, if a method of the class uses it.
     """
     missing = [name for name in used if not _is_there(name)]
     if missing:
@@ -63,14 +63,14 @@ check_names("zeroshard_comm", USED, TESTED_WITH)
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
-coalescing_manager = dist._coalescing_manager  # type: ignore[attr-defined]  # torch exports it unseen
-# Public names: torch 2.13 has the first ones, and deprecates those of 2.11 and 2.12.
+coalescing_manager = dist._coalescing_manager  # type: ignore[attr-defined]  # not an explicit export
+# Public names: the first of each line is new in torch 2.13, which deprecates the second.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group's operations; None if its backends do not say."""
+    """Return the timeout of a group's operations; None if no backend reports one."""
     for backend in backends_of(group):
         with suppress(AttributeError, RuntimeError):
             timeout = backend.options._timeout
@@ -83,7 +83,7 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of a group, once for each device type."""
     found = []
     for device in group._device_types:
-        # Some backends are made at their first use, and raise before.
+        # torch makes some backends at their first use; until then, this raises.
         with suppress(RuntimeError):
             found.append(group._get_backend(device))
     return found
@@ -95,7 +95,7 @@ def supports_coalescing(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def group_of(gloo: dist.ProcessGroupGloo, store: Any, name: Any) -> dist.ProcessGroup:  # noqa: ANN401 - torch's stubs lack both
-    """Return a group with one backend, for CPU tensors, which torch does not list among its groups."""
+    """Return a group whose only backend is ``gloo``, for CPU tensors. torch does not list it among its groups."""
     group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)

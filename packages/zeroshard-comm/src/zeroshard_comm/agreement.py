@@ -2,12 +2,12 @@
 
 A rank whose input is invalid must not raise by itself, because its peers would wait for it. So every collective method
 begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of the operation, the complement of
-these bits, one bit for "failed", and one for a yes-or-no question of the caller. After a bitwise OR, no bit is set in
-both the digest and the complement exactly if all digests are equal. Only if ranks differ, they send texts to rank 0,
-which decides what all ranks raise.
+these bits, one bit for "failed", and one for a yes-or-no question of the caller. After a bitwise OR, the digest and the
+complement have no bit in common if and only if all digests are equal. If ranks differ or one failed, every rank sends a
+text to rank 0, which decides what all ranks raise.
 
-Ranks that wait for a lost rank notice it, and tell the others in the same agreement. If a rank is lost between two
-rounds, some ranks may have received its word, and raise only in the next agreement.
+Ranks that wait for a lost rank notice the loss, and tell the others in the same agreement. If a rank is lost between
+two rounds, the ranks that have already received its word may raise only in the next agreement.
 
 A rank that raises outside of an agreement *tells* the others: it writes its error to the store, and sends its word of
 the next agreement at once, with the bit for "failed". Its own next agreement uses this word, so all ranks raise there.
@@ -77,13 +77,13 @@ class Coordinator:
     """Lets the ranks of one process group agree.
 
     Messages are sent over gloo from CPU memory, so no agreement waits for an accelerator. They use zeroshard's own
-    connections, which are made once per process group, after the first agreement: connecting would wait for a rank
-    that is gone. The first agreement uses the group itself if that has gloo for CPU tensors, else a gloo group that is
-    made for it. With torch's ``fake`` backend nothing is sent, and an agreement raises only the error of this rank.
+    connections, which are made once per process group, after the first agreement, because connecting would wait for a
+    rank that is gone. The first agreement uses the group itself if it has gloo for CPU tensors, otherwise a gloo group
+    made for this purpose. With torch's ``fake`` backend nothing is sent; an agreement raises only this rank's error.
 
-    One thread at a time may call methods of all objects of this class on one process group. Their argument
+    Only one thread at a time may call methods of the objects of this class on one process group. Their argument
     ``operation`` names the operation of the ranks, for errors. They raise :class:`PeerLostError` if a rank is gone, and
-    :class:`RuntimeError` if they find another thread in one of them.
+    :class:`RuntimeError` if another thread is in one of them.
 
     Args:
         ranks: the group whose ranks agree.
@@ -93,9 +93,9 @@ class Coordinator:
         is_single_rank: True if no other rank can answer: there is one rank, or the backend moves no data.
         position: must be equal on all ranks in every operation; None if it does not matter. The caller changes it at
             the same time on all ranks.
-        flagged: whether any rank set ``flag`` in the last :meth:`agree`, also if that raised.
-        told: type and message of an error of :meth:`tell` that the next :meth:`agree` raises; None without one.
-        defers: whether :meth:`agree` keeps an error of :meth:`tell`, instead of raising it. Equal on all ranks.
+        flagged: whether any rank set ``flag`` in the last :meth:`agree`, even if that raised.
+        told: type and message of an error of :meth:`tell` that the next :meth:`agree` raises; None if there is none.
+        defers: whether :meth:`agree` keeps an error of :meth:`tell` instead of raising it. Equal on all ranks.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
@@ -133,8 +133,8 @@ class Coordinator:
                 every digest and every operation.
             error: the error of this rank; None if it has none.
             detail: returns the text from which the digest was made. Called only if ranks differ.
-            explain: names the first difference, given the details of two ranks and these ranks. Called only on rank 0,
-                and only if ranks differ.
+            explain: names the first difference, given the details of two ranks and their numbers. Called only on
+                rank 0, and only if ranks differ.
             flag: the answer of this rank to a yes-or-no question.
 
         Returns:
@@ -144,8 +144,8 @@ class Coordinator:
             DisagreementError: if ranks are in different operations, or their digests differ.
             PeerLostError: if a rank is gone.
             RuntimeError: if another thread is in an agreement of this process group.
-            Exception: if a rank passed an error. It has the same built-in type, and a message that names the rank; on
-                that rank the error is its cause, or the error itself, with its own cause, if all ranks have the same.
+            Exception: if a rank passed an error. Every rank raises one of the same built-in type that names that rank.
+                On that rank, the cause is its own error. If all ranks passed the same error, each raises its own.
         """
         if self.told is not None and not self.defers:
             error, self.told = error or rebuild_exception(*self.told), None
@@ -169,15 +169,15 @@ class Coordinator:
                 raise failure
             raise failure from error
         finally:
-            # Python replaces it where this is called while another error is handled.
+            # Python replaces the context if this is called while another error is handled.
             failure.__context__ = context or failure.__context__
             # Break the cycle of the error and its traceback, so that objects in its frames are freed at once.
             del failure, error, context
 
     def tell(self, error: Exception) -> None:
-        """Let the next agreement of every rank raise an error that this rank raises alone now. Not collective.
+        """Make the next agreement raise, on every rank, an error that only this rank raises now. Not collective.
 
-        It raises nothing if all ranks have told one. Of the errors of a rank, it raises the first.
+        The agreement raises nothing if every rank has told an error. If a rank has told several, only the first counts.
         """
         context = self.ranks.context
         # If a rank is gone, the next agreement raises.
@@ -188,7 +188,7 @@ class Coordinator:
     def gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
         """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
 
-        Every rank passes as many integers, at least one.
+        Every rank passes the same number of integers, at least one.
         """
         if self.is_single_rank:
             return [list(numbers)]
@@ -198,11 +198,11 @@ class Coordinator:
         return combined
 
     def combine_disjoint(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
-        """Return on all ranks numbers that one rank each knows, exactly. Collective. Agree on the same operation first.
+        """Return all numbers, each of which one rank knows, without rounding. Collective. Agree on the operation first.
 
-        ``numbers`` is a 1-D float64 tensor of the same length on every rank, with 0 where another rank knows the
-        number. It may be overwritten. CPU tensors are sent as agreements are. Tensors on an accelerator are combined by
-        one all-reduce of the process group, for which the host does not wait.
+        ``numbers`` is a 1-D float64 tensor of the same length on every rank, with 0 for each number that another rank
+        knows. It may be overwritten. CPU tensors use the connections of agreements. Tensors on an accelerator are
+        combined by one all-reduce of the process group, for which the host does not wait.
         """
         if self.is_single_rank:
             return numbers
@@ -219,7 +219,7 @@ class Coordinator:
     def any_of(self, bits: Sequence[bool], operation: str) -> list[bool]:
         """Return for each position whether any rank set the bit. Collective. Agree on the same operation first.
 
-        Every rank passes as many bits.
+        Every rank passes the same number of bits.
         """
         if self.is_single_rank or not bits:
             return list(bits)
@@ -237,7 +237,7 @@ class Coordinator:
         if context.closed:
             raise PeerLostError(
                 f"{operation}: this rank has closed its connections to the other ranks: load a checkpoint and build "
-                f"the optimizer again, on a new process group. They were closed after: {context.closed}"
+                f"the optimizer again, on a new process group. It closed them after this error: {context.closed}"
             )
         if not context.busy.acquire(blocking=False):
             raise RuntimeError(
@@ -270,7 +270,7 @@ class Coordinator:
         return combined
 
     def _is_only_told(self) -> bool:
-        """Return True if ranks have told errors, and agree again because this agreement does not raise them."""
+        """Return True if ranks have told errors that this agreement does not raise, so that they must agree again."""
         connections, ranks = self.ranks.context.connections, range(self.ranks.world_size)
         errors = connections.told() if connections is not None else {}
         if not 0 < len(errors) < len(ranks):
@@ -320,7 +320,7 @@ def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mappi
         settings: further values by name, which must be equal on all ranks; none if None.
 
     Raises:
-        DisagreementError: on every rank, naming the first difference and the ranks that differ.
+        DisagreementError: on every rank if ranks differ; it names the first difference and these ranks.
         PeerLostError: if a rank is gone.
     """
     check_config(Coordinator(RankGroup.of(group)), "agree()", ShardingConfig(plan, settings or {}))
@@ -341,17 +341,17 @@ def check_config(
         operation: the operation that this rank is about to begin, which must be the same on all ranks.
         config: the configuration of this rank.
         error: the error of this rank; None if it has none.
-        once: settings of this call alone, which must be equal on all ranks, too; none if None.
+        once: settings of this call only, which must also be equal on all ranks; none if None.
 
     Raises:
-        Exception: as :meth:`Coordinator.agree`.
+        Exception: the same errors as :meth:`Coordinator.agree`.
     """
     settings = once or {}
 
     def detail() -> str:
         return replace(config, settings={**config.settings, **settings}).to_json()
 
-    # Uses the cached digest of `config`: the digest of a new configuration would take a while.
+    # Uses the cached digest of `config`, because the digest of a new configuration takes long to compute.
     digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
     coordinator.agree(operation, digest, error=error, detail=detail, explain=explain_configs)
 
@@ -382,7 +382,7 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain = explain_
         The proposal of this rank, which the block may set.
 
     Raises:
-        Exception: as :meth:`Coordinator.agree`; the error of the block is the error of this rank.
+        Exception: the same errors as :meth:`Coordinator.agree`, to which this rank passes the error of the block.
     """
     proposal = Proposal()
     failure: Exception | None = None

@@ -1,8 +1,8 @@
 """Reducers and broadcasters by collectives, for backends such as NCCL that do not match messages by tag.
 
 Parts of cut tensors are sent in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by one
-reduce-scatter per bucket, parameters by one all-gather. Whole tensors are sent in place, by one group of reduces or of
-broadcasts. Matrices use two buffers in turn, and a matrix that does not fit is sent in chunks.
+reduce-scatter per bucket, parameters by one all-gather. Whole tensors are sent in place, by reduces or broadcasts that
+are issued as one group. Matrices use two buffers in turn, and a matrix that does not fit is sent in chunks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 STAGING_BYTES = 64 * 1024 * 1024
-"""The largest size of each of the two buffers, in bytes; one unit of columns always fits."""
+"""Maximum size of each of the two buffers, in bytes, unless a single unit of columns needs more."""
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """The destinations and the sources."""
 
 
 class _Slot:
-    """One of the buffers. It orders its next use after the last one, also on another stream."""
+    """One of the buffers. It orders each use after the previous one, even on another stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -62,11 +62,11 @@ class _Passage:
         slot.passage = self
 
     def finish(self) -> None:
-        """Order the current stream after the collective. May be called again, also on another stream."""
+        """Order the current stream after the collective. Safe to call again, including on another stream."""
         stream = _current_stream(self._device)
         if self._complete is not None:
             self._complete()
-            # Dropped, because it refers to the process group, whose context holds the slot.
+            # Break a cycle: the function refers to the process group, whose context holds the slot.
             self._complete = None
             self._end = stream.record_event() if stream is not None else None
         elif self._end is not None and stream is not None:
@@ -81,7 +81,7 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def _keep(memory: torch.Tensor) -> None:
-    """Keep freed memory until the current stream has done its present work: another stream may have allocated it."""
+    """Keep freed memory until the current stream has done the work queued so far, if another stream allocated it."""
     stream = _current_stream(memory.device)
     if stream is not None:
         memory.record_stream(stream)
@@ -95,7 +95,7 @@ class Staging:
         self._turn = 0
 
     def next_slot(self, device: torch.device) -> _Slot:
-        """Return the two slots of a device in turn."""
+        """Return one of the two slots of a device; calls alternate between them."""
         self._turn = 1 - self._turn
         return self._slots.setdefault((device, self._turn), _Slot(device))
 
@@ -103,7 +103,7 @@ class Staging:
 def _together(
     ranks: RankGroup, device: torch.device, operation: str, calls: Sequence[Callable[[], dist.Work | None]]
 ) -> list[Callable[[], None]]:
-    """Issue collectives, as one group if the backend has groups; return functions that wait for them."""
+    """Issue collectives, as one group if the backend can coalesce them; return functions that wait for them."""
     if calls and ranks.coalesces(device):
         with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
             for call in calls:
@@ -124,10 +124,10 @@ class CollectiveReducer(GradientReducer):
     """Reduces one bucket by collectives.
 
     Args:
-        ranks: a group on which all ranks issue collectives in one order.
+        ranks: a group on which all ranks issue collectives in the same order.
         traffic: counts bytes and time spent waiting, as kind ``"reduce"``.
         runs: ranges of elements of the bucket with their owners, in order; equal on all ranks. Gaps have no owner.
-        like: a bucket, or any tensor of its dtype and device.
+        like: the bucket, or any tensor with its dtype and device.
 
     Attributes:
         matrix: the runs that are sent by reduce-scatter.
@@ -136,7 +136,7 @@ class CollectiveReducer(GradientReducer):
     def __init__(self, ranks: RankGroup, traffic: Traffic, runs: Sequence[Run], like: torch.Tensor) -> None:
         self.ranks, self.traffic = ranks, traffic
         self._dtype, self._device = like.dtype, like.device
-        # NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
+        # For AVG, NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
         self._averages = ranks.coalesces(like.device)
         self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         # A single rank reduces nothing.
@@ -193,7 +193,7 @@ class CollectiveReducer(GradientReducer):
         return _CollectiveWork(self.traffic, unfinished)
 
     def _row(self) -> torch.Tensor:
-        """Return this rank's row of the matrix. Another hook's values are copied there without :meth:`begin`."""
+        """Return this rank's row of the matrix; make it if :meth:`begin` did not, as when another hook reduces."""
         if self._owned is None:
             self._owned = torch.empty(self.matrix.width, dtype=self._dtype, device=self._device)
         return self._owned
@@ -230,7 +230,7 @@ class _CollectiveWork(BucketReduceWork):
 
 
 class CollectiveBroadcaster(ParameterBroadcaster):
-    """Sends segments by all-gathers and broadcasts, which all ranks of the group issue in one order.
+    """Sends segments by all-gathers and broadcasts, which all ranks of the group issue in the same order.
 
     The arguments are as for :class:`ParameterBroadcaster`.
     """
@@ -255,7 +255,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
                 self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
     def send(self) -> None:
-        """Issue all collectives. From the third on, an all-gather waits until one of the two buffers is free."""
+        """Issue all collectives. From the third all-gather on, each waits until one of the two buffers is free."""
         group = self.ranks.group
         self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [

@@ -1,4 +1,4 @@
-"""The errors of this package. Functions make them from errors of a backend, and send them to the other ranks."""
+"""The errors of this package, and functions that make them from a backend's errors and from reports of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DisagreementError(RuntimeError):
 
 
 class DifferentCallsError(DisagreementError):
-    """Ranks called different methods, or the same one of different optimizers, or at different steps."""
+    """Ranks called different methods, or called one method of different optimizers or at different steps."""
 
 
 class PeerLostError(RuntimeError):
@@ -43,7 +43,7 @@ def builtin_name(error: BaseException) -> str:
 def rebuild_exception(type_name: str, message: str) -> Exception:
     """Return an error of this module or of a built-in type, else a RuntimeError that contains the name.
 
-    Imports nothing, because the text of a peer must not choose what is imported here.
+    This imports nothing, because a peer's text must not decide what this process imports.
     """
     own = {kind.__name__: kind for kind in (PeerLostError, DisagreementError, DifferentCallsError)}
     kind = own.get(type_name) or getattr(builtins, type_name, None)
@@ -88,8 +88,8 @@ def peer_lost(
 
 
 def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
-    """Return the error of a rank that another rank told of a lost one; ``peer`` is None if it is unknown."""
-    who, whose = ("one", "all ranks") if peer is None else (f"rank {peer}", f"rank {peer}")
+    """Return the error of a rank that another rank told of a lost one; ``peer`` is the lost one, None if unknown."""
+    who, whose = ("a rank", "all ranks") if peer is None else (f"rank {peer}", f"rank {peer}")
     return PeerLostError(
         f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
         f"or {_missed(operation)} within the process group's timeout. Look at the output of {whose} first."
@@ -100,7 +100,7 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
 
 def _uneven(operation: str) -> str:
     advice = (
-        " With uneven data use zeroshard_integrations.join.Join([ddp, optimizer]), and not ddp.join(); "
+        " With uneven data, use zeroshard_integrations.join.Join([ddp, optimizer]) instead of ddp.join(), "
         "or the join() of shard_gradients()."
     )
     return advice if operation == "step()" else ""
@@ -118,15 +118,15 @@ def _missed(operation: str) -> str:
 
 
 def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostError:
-    """Return the error of a rank that could not connect to all others."""
+    """Return the error of a rank that could not connect to all other ranks."""
     return PeerLostError(
-        f"{peer_lost(failure, None, rank, 'connect()')}. If all {world_size} ranks live: each opens {world_size - 1} "
-        f"connections more, which `ulimit -n` must allow, on the network interface that GLOO_SOCKET_IFNAME names"
+        f"{peer_lost(failure, None, rank, 'connect()')}. If all {world_size} ranks are alive, check that `ulimit -n` "
+        f"allows {world_size - 1} more connections per rank, and that GLOO_SOCKET_IFNAME names the right interface"
     )
 
 
 Explain = Callable[[str, str, int, int], "str | None"]
-"""A function of two ranks' details, and these ranks, that names the first difference; it returns None if none."""
+"""A function of the details of two ranks and their numbers. It returns the first difference; None if none is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class RankReport:
 def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tuple[str, str]:
     """Return the type and the message of the error that every rank raises, from all reports.
 
-    An error that every rank has is returned as it is, and each rank raises its own.
+    An error that every rank has is returned unchanged, and each rank raises its own.
     """
     failed = [report for report in reports if report.error_type]
     if failed:
@@ -164,8 +164,8 @@ def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tu
     return "DisagreementError", (
         f"{reference.operation}: {_ranks([report.rank for report in others])} "
         f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "
-        f"{words or 'what they hold is not the same'}. "
-        f"Build the same model and optimizer on every rank, and change them alike."
+        f"{words or 'they passed different values'}. "
+        f"Build the same model and optimizer on every rank, and make the same changes to them."
     )
 
 

@@ -18,7 +18,7 @@ from zeroshard_comm.traffic import Traffic
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A buffer, or a range of one, that one rank owns and all ranks hold.
+    """A buffer, or a range of a buffer, that one rank owns and all ranks hold.
 
     Attributes:
         owner: group rank of the owner.
@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def view(self) -> torch.Tensor:
-        """The elements, 1-D. Each access makes the view: a cut parameter has as many segments as ranks."""
+        """The elements, 1-D. Made on each access, not stored, because a cut parameter has a segment for each rank."""
         return self.buffer[self.within]
 
     @property
@@ -51,17 +51,17 @@ class Segment:
 class BucketReduceWork(ABC):
     """One reduction of a bucket to its owners.
 
-    The bucket may be written to, or freed, when :meth:`close` has returned and, where peers read it in place, this rank
-    has since finished a later reduction, or all ranks have agreed. Earlier, peers would get other values, unnoticed.
+    The bucket may be written to or freed after :meth:`close` has returned. If peers read it in place, this rank must
+    also have finished a later reduction, or all ranks must have agreed. Otherwise peers may read wrong values silently.
 
     Both methods raise :class:`PeerLostError` if a rank is gone.
     """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the means of the ranges that this rank owns are at :meth:`GradientReducer.owned`.
+        """Wait until the views of :meth:`GradientReducer.owned` hold the means of the ranges that this rank owns.
 
-        The rest of the bucket is undefined then. On an accelerator this orders the current stream after the reduction.
+        The rest of the bucket is then undefined. On an accelerator this orders the current stream after the reduction.
         """
 
     def close(self) -> None:  # noqa: B027 - some have sent everything when `finish` returns
@@ -83,10 +83,10 @@ class GradientReducer(ABC):
         return buffer[start:stop]
 
     def release(self) -> None:  # noqa: B027 - some keep no references
-        """Drop references to the memory of the last bucket, and to what :meth:`owned` has returned."""
+        """Drop references to the memory of the last bucket, and to the views that :meth:`owned` has returned."""
 
     def expect(self) -> None:  # noqa: B027 - some have nothing to prepare
-        """Prepare for the next :meth:`begin`, before there are values to send. Call it once for each, in order."""
+        """Prepare for the next :meth:`begin`, before there are values to send. Call it at most once for each."""
 
     @abstractmethod
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
@@ -120,12 +120,12 @@ class ParameterBroadcaster(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait until the segments of peers hold their values; peers may still read this rank's own. No-op when done."""
+        """Wait until peers' segments hold their values; peers may still read this rank's own. No-op after the first."""
 
     def wait(self) -> None:
-        """Wait as :meth:`arrive` does, and until this rank's own segments may be changed.
+        """Wait as :meth:`arrive` does, and also until this rank's own segments may be changed.
 
-        On an accelerator both only order the current stream after the broadcast.
+        On an accelerator both methods only order the current stream after the broadcast.
         """
         self.arrive()
 

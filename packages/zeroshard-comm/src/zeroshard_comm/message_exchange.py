@@ -1,6 +1,6 @@
 """Reducers and broadcasters by tagged messages, for CPU tensors on gloo.
 
-Every rank sends each owner its values of that owner's ranges: large ones directly from the bucket, small ones packed.
+Every rank sends each owner the values of that owner's ranges: large ranges directly from the bucket, small ones packed.
 Owners add the values in ascending rank order, so that sums do not depend on the plan. Messages with one tag between two
 ranks are matched in order, so all ranks begin buckets in the same order.
 """
@@ -30,8 +30,8 @@ _SHARING = "the broadcast of step()"
 Pieces = tuple[torch.Tensor, ...]
 
 WINDOW_BYTES = 16 * 1024 * 1024
-"""Memory for receives, in bytes. On a slow link one message is too little, because gloo tells a sender of a posted
-receive only after all data that this rank is sending it."""
+"""Memory for receives, in bytes. One message is not enough on a slow link, because gloo notifies a sender of a posted
+receive only after all data that this rank is sending to it."""
 
 
 class MessageReducer(GradientReducer):
@@ -59,9 +59,9 @@ class MessageReducer(GradientReducer):
     def expect(self) -> None:
         """Post the receives for which the window has memory.
 
-        Call it early: gloo tells the sender of a posted receive only after all data that this rank is sending it.
+        Call it early: gloo notifies the sender of a posted receive only after all data that this rank is sending to it.
         """
-        # In the order in which they are waited for: the window may have room for fewer than all.
+        # In the order in which they are waited for, because the window may have room for only some of them.
         self._expected = [
             {peer: Receive(peer, message.nbytes) for peer in sorted(self.ranks.peers)}
             for message in self._messages[self.ranks.rank]
@@ -123,14 +123,14 @@ def _pieces(buffer: torch.Tensor, message: BucketMessage) -> Pieces:
 
 @dataclass(eq=False)
 class Receive:
-    """A message to receive from a rank. It has a ``message`` from the time it is posted until its release."""
+    """A message to receive from a rank. ``message`` is set from the time it is posted until its release."""
 
     peer: int
     nbytes: int
     message: Message = field(init=False, repr=False)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the message and return it as 1-D bytes. Call it in the order in which receives were added."""
+        """Wait for the message and return its bytes, 1-D. Call it in the order in which receives were added."""
         self.message.wait("backward()")
         return self.message.buffer
 
@@ -140,9 +140,9 @@ _Receives = Mapping[int, Receive]
 
 
 class ReceiveWindow:
-    """Posts receives in order, as far ahead as a limit of memory allows, and reuses the memory.
+    """Posts receives in order, as far ahead as a memory limit allows, and reuses the memory.
 
-    A sender starts when its receive is posted, so the link is busy if the window is as large as the data on its way.
+    A sender starts when its receive is posted, so the link is busy if the window is as large as the data in flight.
     Two receives are always posted, whatever their size, because a sum holds one while it waits for the next. Otherwise
     at most ``limit`` bytes are posted or kept. Any thread may call any method.
     """
@@ -161,7 +161,7 @@ class ReceiveWindow:
             self._post()
 
     def release(self, receive: Receive) -> None:
-        """Give the memory of a receive back, and post the receives for which there is memory now."""
+        """Free the memory of a receive for reuse, and post the receives for which there is memory now."""
         with self._lock:
             self._free.setdefault(receive.nbytes, []).append(receive.message.buffer)
             del receive.message
@@ -187,10 +187,10 @@ class ReceiveWindow:
 def mean_in_rank_order(
     ranks: RankGroup, own: Pieces, fetch: Callable[[int], torch.Tensor], release: Callable[[int], object]
 ) -> float:
-    """Replace this rank's values, 1-D tensors, by the mean over all ranks; return the seconds spent waiting.
+    """Replace this rank's values, 1-D tensors, with the mean over all ranks; return the seconds spent waiting.
 
-    ``fetch`` returns the values of a peer, as one tensor of as many bytes. This calls it for peers in ascending order,
-    and holds at most two tensors at a time; ``release`` gives the memory of one back.
+    ``fetch`` returns the values of a peer, as one tensor with the same number of bytes. It is called for peers in
+    ascending order. At most two tensors are held at a time; ``release`` is called for a peer when its tensor is free.
     """
     rank, world_size = ranks.rank, ranks.world_size
     # Scaling by a power of two is exact, so it can be done while adding.
@@ -229,8 +229,8 @@ class MessageBroadcaster(ParameterBroadcaster):
         ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
         segments: as for :class:`ParameterBroadcaster`.
         traffic: as for :class:`ParameterBroadcaster`.
-        tags: offset of the tags, equal on all ranks. Broadcasters that ranks do not use in the same order need
-            different ones, see :meth:`GroupContext.allocate_tags`.
+        tags: offset of the tags, equal on all ranks. Broadcasters need different offsets if ranks may use them in
+            different orders; see :meth:`GroupContext.allocate_tags`.
     """
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic, tags: int = 0) -> None:
@@ -269,7 +269,7 @@ class MessageBroadcaster(ParameterBroadcaster):
         self.traffic.add("broadcast", waited=time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Wait for the sends, too."""
+        """Wait for the receives and the sends."""
         self.arrive()
         started = time.perf_counter()
         while self._sends:

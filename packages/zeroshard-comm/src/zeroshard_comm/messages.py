@@ -1,7 +1,7 @@
 """Sends tagged messages from one rank to another, and packs many tensors into few messages.
 
-Messages with one tag are matched in order. A message costs tens of microseconds whatever its size; the cost of a copy
-grows with its bytes. So pieces below a limit are copied into a staging buffer, sent, and copied out of it; larger
+Messages with one tag are matched in order. A message costs tens of microseconds regardless of its size; the cost of a
+copy grows with its bytes. So pieces below a limit are copied into a staging buffer, sent, and copied out of it; larger
 pieces are sent and received in place. Ranks that agree on the plan agree on the messages.
 """
 
@@ -36,7 +36,7 @@ class Message:
     Attributes:
         ranks: the process group.
         peer: group rank of the other end.
-        work: what torch returned; None for its fake backend.
+        work: the handle that torch returned; None with its fake backend.
         buffer: the tensor to send or to fill, which may be in use until :meth:`wait` has returned.
     """
 
@@ -46,11 +46,11 @@ class Message:
     buffer: torch.Tensor
 
     def wait(self, operation: str, timeout: timedelta | None = None) -> None:
-        """Wait until the buffer is filled, or may be changed.
+        """Wait until a receive has filled the buffer, or until the buffer of a send may be changed.
 
         Args:
             operation: the operation of the ranks, for errors.
-            timeout: the timeout of the group if None. When it passes, gloo closes all connections of the group.
+            timeout: how long to wait; the timeout of the group if None. After it, gloo closes the group's connections.
 
         Raises:
             PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
@@ -73,7 +73,7 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
         ranks: the process group; its backend matches messages by tag (gloo, CPU tensors).
         peer: group rank of the receiver.
         buffer: a contiguous tensor.
-        tag: the tag of the message. Messages with one tag between two ranks are matched in order.
+        tag: the tag of the message. Messages with the same tag between two ranks are matched in order.
         operation: the operation of the ranks, for errors.
 
     Raises:
@@ -86,7 +86,7 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
 
 
 def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
-    """Receive a tensor, which has the length of the tensor sent. The arguments are as for :func:`send`.
+    """Receive into a tensor of the same length as the tensor sent. The arguments are as for :func:`send`.
 
     Post receives before sends: gloo starts a send only once its receive is posted.
 
@@ -117,7 +117,7 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
 
 
 def wait_for_collective(work: dist.Work | None, ranks: RankGroup, operation: str) -> None:
-    """Wait for a collective. Raise PeerLostError in place of an error of the backend."""
+    """Wait for a collective. If the backend raises, raise PeerLostError from its error."""
     try:
         if work is not None:
             work.wait()
@@ -129,13 +129,13 @@ PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""A large run of gradients is sent in messages of this many bytes, so that one is added while the next arrive."""
+"""A large run of gradients is sent in messages of this many bytes; each is added while the next ones arrive."""
 
 PACKED_BYTES = 2 * 1024 * 1024
 """Small runs of gradients are copied into messages of at most this many bytes."""
 
 STAGING_LIMIT = 8 * 1024 * 1024
-"""A staging buffer holds at most this many bytes. One piece always fits, because pieces are smaller."""
+"""A staging buffer holds at most this many bytes. Each packed piece fits, because it has fewer than ``PACK_BELOW``."""
 
 
 @dataclass(frozen=True, eq=False)

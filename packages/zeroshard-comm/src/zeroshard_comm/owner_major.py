@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zeroshard_core import Run
 
 PADDED_AT_MOST = 1.3
-"""Whole tensors are put into the matrix too if it then has at most this many times the elements of its runs."""
+"""Whole tensors are put into the matrix too if it then has at most this many elements per element of its runs."""
 
 _UNIT = 64
 """Rows are a multiple of this many elements, so that each begins at an aligned address."""
@@ -47,9 +47,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class OwnerMajor:
-    """Says which runs lie in the matrix, of ``world_size`` rows, and where.
+    """The layout of the runs in a matrix of ``world_size`` rows.
 
-    ``columns`` has for each run its first column in its owner's row; None for a run that is not in the matrix.
+    ``columns`` has, for each run, its first column in its owner's row; None if the run is not in the matrix.
     """
 
     world_size: int
@@ -77,9 +77,9 @@ class OwnerMajor:
         return [index for index, column in enumerate(self.columns) if column is None]
 
     def chunks(self, most_elements: int, follows: Callable[[int], bool]) -> list[Chunk]:
-        """Cut the columns into chunks of at most so many elements in all rows, or of one unit of columns.
+        """Cut the columns into chunks of at most ``most_elements`` over all rows, but at least one unit of columns.
 
-        ``follows`` returns True if the run of an index begins in memory where the one before it ends.
+        ``follows`` returns True if the run with an index begins in memory where the run before it ends.
         """
         step = max(_UNIT, most_elements // self.world_size // _UNIT * _UNIT)
         cut: dict[int, list[Block]] = {first: [] for first in range(0, self.width, step)}
@@ -109,9 +109,9 @@ class OwnerMajor:
 
 
 def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
-    """Return the length of the rows, in the unit of the arguments: elements, or (rounded to a unit of columns) bytes.
+    """Return the length of the rows, in elements or bytes as the arguments are, rounded up to a multiple of 64.
 
-    ``cut`` is the size of the parts of cut tensors, and ``owned`` of these and of whole tensors, by rank.
+    ``cut`` has each rank's total size of the parts of cut tensors; ``owned`` includes whole tensors, too.
 
     >>> row_length(cut=[400, 600], owned=[500, 600]), row_length(cut=[400, 600], owned=[500, 6000])
     (640, 640)

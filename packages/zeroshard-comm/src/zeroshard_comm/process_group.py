@@ -65,7 +65,7 @@ class GroupContext:
         connections: zeroshard's own connections; None until all ranks have agreed once.
         closed: why this rank closed zeroshard's own connections; empty if it did not.
         optimizers: the number of optimizers that were built on the group.
-        busy, doing: the lock that a thread holds in an agreement, and the operation that it agrees on.
+        busy, doing: the lock that a thread holds while it communicates, and the operation for which it does.
     """
 
     connections: GroupConnections | None = None
@@ -83,15 +83,15 @@ class GroupContext:
         return found
 
     def number_optimizer(self) -> int:
-        """Count one more optimizer, and return its number, from 1."""
+        """Count one more optimizer, and return its number. The first one is 1."""
         self.optimizers += 1
         return self.optimizers
 
     def allocate_tags(self) -> int:
-        """Return an offset to tags, which are ``0x5A530...``, that is unique on this group, for 65,535 calls.
+        """Return an offset for the tags ``0x5A530...``. Offsets are unique on this group for 65,535 calls.
 
-        Messages with one tag between two ranks match in order, so a user with its own order needs its own tags. All
-        ranks allocate in the same order, and should compare their offsets before they use them.
+        Messages with the same tag between two ranks match in order, so an object that sends in an order of its own
+        needs its own tags. All ranks allocate in the same order, and should compare their offsets before they use them.
         """
         self._tags = self._tags % (_TAG_OFFSETS - 1) + 1
         return self._tags << _TAG_SHIFT
@@ -119,7 +119,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> RankGroup:
-        """Return a description of ``group``; of the default group if it is None.
+        """Return this rank's view of ``group``, or of the default group if that is None.
 
         Raises:
             RuntimeError: if torch.distributed is not initialised, or this process is not in the group.
@@ -132,7 +132,7 @@ class RankGroup:
         found = group if group is not None else dist.group.WORLD
         # For a process outside of the group, torch returns rank -1, and a marker in place of the group.
         if found is None or not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
-            raise RuntimeError(f"global rank {dist.get_rank()} is not a member of the process group it was given")
+            raise RuntimeError(f"global rank {dist.get_rank()} is not a member of the process group that was passed")
         return cls(found, dist.get_rank(found), dist.get_world_size(found))
 
     @cached_property
@@ -141,9 +141,9 @@ class RankGroup:
         return _contexts.setdefault(self.group, GroupContext())
 
     def private_group(self, backend: str, purpose: str) -> RankGroup:
-        """Return a group of the same ranks with the same timeout, for the caller's operations alone.
+        """Return a group of the same ranks with the same timeout, for the caller's operations only.
 
-        The first call for a backend and a purpose makes it. That is a collective among only these ranks.
+        The first call for a backend and a purpose makes the group, as a collective of only these ranks.
 
         Args:
             backend: the backend of the new group, such as ``"nccl"``.
@@ -159,7 +159,7 @@ class RankGroup:
             # NCCL would split the default group.
             if backend == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
                 raise ValueError(
-                    f"a group of its own for the ranks {members} cannot be made while the default process group is "
+                    f"zeroshard cannot make a private group for ranks {members}, because the default process group is "
                     f"bound to a device: leave out device_id in init_process_group(), or use the default group"
                 )
             try:
@@ -170,11 +170,11 @@ class RankGroup:
         return made[backend, purpose]
 
     def close(self, error: BaseException) -> None:
-        """Close zeroshard's own connections of this rank, so that no rank waits for it there while it is alive.
+        """Close zeroshard's own connections of this rank, so that no other rank waits for this one.
 
         Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If the
-        error is a PeerLostError, this also aborts this rank's operations on backends other than gloo, once. They wait
-        for the lost rank, and user code that reads a result would wait for them, until the backend's own timeout.
+        error is a PeerLostError, this also aborts this rank's operations on backends other than gloo, once. Otherwise
+        they wait for the lost rank until the backend's own timeout, and so does user code that reads their results.
 
         Args:
             error: the reason, which later errors of this rank quote.
@@ -196,7 +196,7 @@ class RankGroup:
 
     @cached_property
     def timeout(self) -> timedelta | None:
-        """The timeout of the group's operations; None if its backends do not say."""
+        """The timeout of the group's operations; None if no backend reports one."""
         return self.wait or timeout_of(self.group)
 
     @cached_property
@@ -227,12 +227,12 @@ class RankGroup:
         return self.moves_data() and supports_coalescing(self.group, device)
 
     def sends_tagged(self, device: torch.device) -> bool:
-        """Return True if tensors on ``device`` can be sent with tags: CPU tensors on gloo can."""
+        """Return True if tensors on ``device`` can be sent with tags, which only gloo supports, for CPU tensors."""
         return device.type == "cpu" and self.backend("cpu") == "gloo"
 
 
 def close_connections(gloo: Any) -> None:  # noqa: ANN401 - torch's stubs lack methods of gloo's class
-    """Close this rank's connections of a gloo group, as the end of the process would."""
+    """Close this rank's connections of a gloo group, as if the process had ended."""
     for peer in range(gloo.size()):
         if peer != gloo.rank():
             # torch has no call that closes them: abort() and shutdown() do nothing, and a dropped group stays open

@@ -1,7 +1,7 @@
 """Reads the memory of another process of the same host, if the kernel allows it (Linux, ``process_vm_readv``).
 
-The kernel decides which process may read which, by the rules of ``ptrace``: the same user, and restrictions of
-containers and of the ``yama`` module. So ranks try a read, and look at no settings.
+The kernel applies the rules of ``ptrace``: both processes have the same user, and neither their containers nor the
+``yama`` module forbid it. So ranks test whether they can read, instead of inspecting settings.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _libc() -> ctypes.CDLL | None:
 
 
 class ProcessMemory:
-    """Copies places in the memory of another process to this one, repeatedly and in as few system calls as possible.
+    """Copies parts of another process's memory to this one, repeatedly and in as few system calls as possible.
 
-    ``process`` is its id in this process's namespace. A part is a local address, a remote address, and a size in bytes.
+    ``process`` is its id in this process's namespace. A part is a local address, a remote address and a size in bytes.
     """
 
     def __init__(self, process: int, parts: Sequence[tuple[int, int, int]]) -> None:
@@ -74,7 +74,7 @@ def _vectors(parts: Sequence[tuple[int, int, int]], side: int) -> ctypes.Array[_
 
 
 def machine() -> int:
-    """Return a checksum of the machine and its namespaces, by which peers are chosen; 0 if this process cannot read."""
+    """Return a checksum, equal for processes that may read each other's memory; 0 if this process can read none."""
     if _libc() is None or os.environ.get(SWITCH, "") == "0":
         return 0
     try:

@@ -5,7 +5,7 @@ on some ranks and fail on others, which then cannot continue together. So a rank
 lost, and never because one is slow. It leaves a notice in the store, because gloo does not report that the receiver of
 a send is gone, and closes its connections; then all ranks raise. After a timeout all ranks sign in at the store, and
 the rank that does not is named. Otherwise ranks find the lost rank by rounds of messages, and the first rank that finds
-it adds its number to the notice, so that all ranks name it, also ranks that come later or wait for a slow rank.
+it adds its number to the notice, so that all ranks name it, even ranks that arrive later or wait for a slow rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not an explicit export
 
 from zeroshard_comm._torch_private import group_of
 from zeroshard_comm.errors import PeerLostError, lost_by_another, peer_lost, unconnected
@@ -29,7 +29,7 @@ from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
 
 MOST_RANKS = 16
-"""More ranks combine their numbers in rounds, whose latency grows only with log N."""
+"""Groups of more ranks combine their numbers in rounds, whose latency grows only with log N."""
 
 _MOST_FOR_ALL = 1024
 """Up to this many numbers are sent from every rank to every other; more are all-reduced."""
@@ -38,20 +38,20 @@ _TO_CONNECT = timedelta(seconds=30)
 """Time to connect, for ranks that have just agreed."""
 
 _LOOKS_EVERY = timedelta(seconds=0.25)
-"""Interval at which a rank that waits in the ring looks for a notice in the store."""
+"""Interval at which a rank that waits in the ring checks the store for a notice."""
 
 _GLOO_GRACE = timedelta(seconds=10)
 """Added to gloo's timeout, so that this rank leaves a notice before gloo closes the connections."""
 
 _TO_NAME = timedelta(seconds=2)
-"""Time for all ranks to sign in, and to send a word, after the ring has failed. Ranks that wait notice that at once."""
+"""Time for all ranks to sign in, and to send a word, after the ring has failed. Ranks that wait notice at once."""
 
 _LOST, _TIMED_OUT = "a rank was lost", "timed out"
 _TAG_LOST = 0x5A530006
 
 
 class Connections(GroupConnections):
-    """Connections between the ranks of a process group. Closing them closes none of the user's.
+    """zeroshard's own connections between the ranks of a process group. Closing them closes none of the user's.
 
     The constructor is a collective of ranks that have just agreed; ``first`` is a group of these ranks with gloo for
     CPU tensors. torch does not list the groups for messages and for the ring.
@@ -71,11 +71,11 @@ class Connections(GroupConnections):
         has_ring = self._size <= MOST_RANKS
         self._ring = Ring(self._connect("ring"), self._timeout, self._notice) if has_ring else None
         self._told: torch.Tensor | None = None
-        # Calls of `combine`, as many on all ranks.
+        # The number of calls of `combine`, which is equal on all ranks.
         self._calls = 0
 
     def tell(self, number: int, error: tuple[str, str]) -> None:
-        """Send this rank's number of the next :meth:`combine` now (in rounds, then), and write an error for it."""
+        """Write an error for the next :meth:`combine`. With a ring, also send this rank's number for it now."""
         if self._told is None:
             # Keeps the error of the call before, which others may not have read. get() waits until the store has this.
             key = f"error {(1 + self._calls) % 2}: {self._rank}"
@@ -108,13 +108,13 @@ class Connections(GroupConnections):
         lost = lost or self._notice.named(self._rank, operation)
         absent = self._notice.absent(self._rank, self._size) if has_timed_out and lost is None else None
         if absent is not None:
-            # Messages could not tell: gloo closes the connections of a rank whose wait for the late one times out.
+            # Messages could not name it: gloo closes the connections of a rank whose wait for the late one times out.
             self._notice.name(absent)
             raise peer_lost(None, absent, self._rank, operation, self._timeout)
         ranks = replace(self.channel, wait=_TO_NAME)
         try:
             # Sends no numbers: another rank may have lost one in a later agreement, which has more of them. A rank that
-            # does not answer may be slow, because nothing waited for it until the timeout of the group.
+            # does not answer may only be slow, because no rank has waited for it until the timeout of the group.
             combine_in_rounds(ranks, numbers[:0], _TAG_LOST, operation, traffic, lost, late_is_lost=False)
             raise lost_by_another(self._rank, None, operation)
         except PeerLostError as error:
@@ -156,7 +156,7 @@ class Notice:
                 self.store.delete_key(key)
 
     def leave(self, why: str) -> str:
-        """Write why this rank leaves the ring, unless a rank has; return why the first one left."""
+        """Write why this rank leaves the ring, unless another rank has left; return why the first one left."""
         with suppress(RuntimeError):
             return self.store.compare_set("why", "", why).decode()
         return why
@@ -168,7 +168,7 @@ class Notice:
         return True
 
     def absent(self, rank: int, size: int) -> int | None:
-        """Sign in, wait until all ranks have, and return the first one that has not; None if all have."""
+        """Sign in, wait until all ranks have signed in, and return the first one that has not; None if all have."""
         keys = [f"is here: {other}" for other in range(size)]
         with suppress(RuntimeError):
             self.store.set(keys[rank], "")
@@ -178,7 +178,7 @@ class Notice:
         return None
 
     def name(self, peer: int | None) -> None:
-        """Write which rank was lost, unless a rank has. None, for unknown, is replaced once a rank knows."""
+        """Write which rank was lost, unless another rank has. None, for unknown, is replaced once a rank knows."""
         with suppress(RuntimeError):
             self.store.compare_set("who", "", "" if peer is None else str(peer))
 
@@ -213,7 +213,7 @@ class Ring:
         self._ending = weakref.finalize(self, close_connections, self._group)
 
     def combine(self, numbers: torch.Tensor, traffic: Traffic) -> bool:
-        """Replace numbers by the OR over all ranks. Return False if that failed; some ranks may be missing then."""
+        """Replace numbers with the OR over all ranks. Return False if that failed; then they may lack some ranks'."""
         started, copies = time.perf_counter(), 1
         with suppress(RuntimeError):
             # The stubs lack these methods of the group. An error must not hold its work, because a work that is not
@@ -260,7 +260,7 @@ class Ring:
     def _give_up(self, work: dist.Work) -> None:
         """Close this rank's connections, which ends the collective.
 
-        If gloo does not notice, it ends at its timeout. Dropping the group would wait for that, so a thread holds it.
+        If gloo does not notice, it ends at its timeout. Dropping the group would wait for it, so a thread holds that.
         """
         threading.Thread(target=_hold, args=(self._group, work), daemon=True).start()
         close_connections(self._group)

@@ -21,7 +21,7 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 _TELLING = timedelta(seconds=1)
-"""Time in which a rank that has lost another one sends its messages to the others."""
+"""How long a rank that has lost another one waits for its messages to the others to be sent."""
 
 _SENDING = timedelta(seconds=8)
 """Timeout of a send whose receive has been posted: gloo may never report that the receiver is gone."""
@@ -37,7 +37,7 @@ def combine_in_rounds(
     *,
     late_is_lost: bool = True,
 ) -> torch.Tensor:
-    """Return the bitwise OR of 64-bit integers over all ranks, as many on every rank. Collective.
+    """Return the bitwise OR of 64-bit integers over all ranks. Every rank passes the same number. Collective.
 
     The channel has gloo for CPU tensors. A rank that has lost another one before passes that error as ``lost``, tells
     the others, and raises the error. Raises PeerLostError if a rank is gone, or does not send within the timeout of the
@@ -65,7 +65,7 @@ def combine_in_rounds(
     started = time.perf_counter()
     sends: list[Message | None] = []
     ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
-    # Posted before any wait: gloo starts a send only then, so a rank that has heard of all does not wait to send.
+    # Post all before any wait: gloo starts a send only after its receive is posted, which a slow rank would delay.
     receives = [issued(receive, torch.empty_like(mine), (rank - distance) % size, errors) for distance in ahead]
     for number, (distance, arriving) in enumerate(zip(ahead, receives, strict=True)):
         target, source = (rank + distance) % size, (rank - distance) % size

@@ -28,17 +28,17 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
 
 WORTH_READING = 512 * 1024
-"""Fewer bytes in total are sent by messages: agreeing would cost more than the copies."""
+"""Fewer bytes in total are sent by messages, because agreeing would cost more than the copies."""
 
 _READ_BYTES = 512 * 1024
 """Large gradients are read in parts of at most this many bytes, which a cache can hold until they are added."""
 
-_READY, _IN_BACKWARD = "step(), where all ranks have their new values", "backward(), where all ranks have gradients"
+_READY, _IN_BACKWARD = "step(), before parameters are read", "backward(), before gradients are read"
 
 
 @dataclass
 class PeerMemory:
-    """The process ids of all peers of a group, by rank; none unless every rank can read every other's memory."""
+    """The process ids of all peers of a group, by rank; empty unless every rank can read every other's memory."""
 
     is_known: bool = False
     processes: Mapping[int, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
     except OSError as failure:
         raise PeerLostError(
             f"rank {rank} could not read memory of rank {peer} during {operation} ({failure}). Set {SWITCH}=0 in the "
-            f"environment of all ranks, and they will send instead"
+            f"environment of all ranks to send messages instead"
         ) from failure
 
 
@@ -149,7 +149,7 @@ class SameHostReducer(GradientReducer):
         self._received = owned * len(self.ranks.peers)
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
         self._scratch = scratch
-        # The address of the bucket whose addresses all ranks have.
+        # The address of this rank's bucket that the peers know; 0 if they know none.
         self._known = 0
         self._reads: dict[int, list[ProcessMemory]] = {}
 

@@ -40,7 +40,7 @@ class Traffic:
 
     Kinds are ``"broadcast"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (of optimizers)
     and ``"control"`` (agreements, and norms of gradients). Bytes are counted as the plan predicts them: an owner that
-    sends ``b`` bytes to ``n`` ranks, itself included, counts ``b * (n - 1)`` bytes, also if a backend forwards them
+    sends ``b`` bytes to ``n`` ranks, itself included, counts ``b * (n - 1)`` bytes, even if a backend forwards them
     along a tree or a ring.
     """
 
@@ -69,5 +69,5 @@ class Traffic:
     def reset(self) -> None:
         """Set every total back to zero."""
         with _adding:
-            # The fields of a Volume, which takes long to construct.
+            # Lists of the fields of a Volume, because constructing a Volume for each call takes too long.
             self._counts: dict[str, list[Any]] = {kind: [0, 0, 0, 0.0] for kind in KINDS}

@@ -34,12 +34,12 @@ class Transport:
 
     Attributes:
         reducer: makes the reducer of a bucket, from its ranges of elements with their owners, in bucket order, and the
-            1-D bucket, or any tensor of its dtype and device.
+            1-D bucket, or any tensor with its dtype and device.
         broadcaster: makes the broadcaster of segments; called only if ``broadcasts_buckets``.
         tags: offset of the tags of its messages, which must be the same on all ranks; 0 if it sends no messages.
-        uses_thread: whether another thread finishes reductions. If not, all ranks do everything in one order.
-        is_read_by_peers: whether other ranks read a bucket in place. Its memory may then be used again only when this
-            rank has finished a later reduction, or all ranks have agreed; see :meth:`BucketReduceWork.close`.
+        uses_thread: whether another thread finishes reductions. If not, all ranks do everything in the same order.
+        is_read_by_peers: whether other ranks read a bucket in place. Its memory may then be reused only after this
+            rank has finished a later reduction, or all ranks have agreed; see :class:`BucketReduceWork`.
         broadcasts_buckets: whether each bucket's parameters are sent separately. If not, all are sent together.
     """
 
@@ -114,7 +114,7 @@ def choose_broadcaster(
 
 
 def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: int) -> bool:
-    """Return True if ranks should read each other's memory. Collective, because they try it the first time."""
+    """Return True if ranks should read each other's memory. Collective, because the first call tests a read."""
     if device.type != "cpu":
         return False
     probe_peer_memory(coordinator)
@@ -122,11 +122,11 @@ def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: in
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
-    """Return a group of the same ranks and backend on which collectives of ours keep their order. Collective.
+    """Return a group of the same ranks and backend on which zeroshard's collectives keep their order. Collective.
 
-    This is the group itself if its backend runs collectives in the order of issue, as backends that coalesce them do: a
-    second group on one device could wait for the first, would cost memory, and would not have its options. With any
-    other backend, a group is made once per process group. A single rank, or a backend that moves no data, needs none.
+    This is ``ranks`` itself if its backend runs collectives in the order of issue, as backends that coalesce them do: a
+    second group on one device could wait for the first, would cost memory, and would lack its options. It is also
+    ``ranks`` for a single rank or a backend that moves no data. Otherwise, a group is made once per process group.
 
     Args:
         ranks: the process group.

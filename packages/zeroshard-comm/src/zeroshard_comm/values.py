@@ -26,10 +26,10 @@ from zeroshard_comm.messages import Message, receive, receive_text, send, send_t
 TAG_VALUES = 0x5A530022
 
 CHUNK_BYTES = 16 * 1024 * 1024
-"""Size of the largest message, and of the largest copy of a sender, in bytes."""
+"""Maximum size of a message, and of the sender's copy of it, in bytes."""
 
 _IN_FLIGHT = 4
-"""Messages that a rank has issued and not waited for, at most."""
+"""Maximum number of messages that a rank has issued and not waited for."""
 
 _NOTHING = "null"
 """The text of a rank that failed, which reports its error in the agreement."""
@@ -87,7 +87,7 @@ def receive_values(coordinator: Coordinator, source: int, place: Place, operatio
         operation: the operation of the ranks, for errors.
 
     Raises:
-        DisagreementError: if the buffers have other sizes than the tensors.
+        DisagreementError: if the buffers and the tensors differ in size.
         PeerLostError: if the sender is gone.
     """
     with coordinator.exclusive(operation):
@@ -100,7 +100,7 @@ def gather(
 ) -> None:
     """Send the JSON and the tensors of all ranks to ``target``, which copies its own tensors. Collective.
 
-    All ranks agree between the texts and the bytes, so if the target lacks memory, every rank raises.
+    All ranks agree after the texts and before the bytes, so every rank raises if the target lacks memory.
 
     Args:
         coordinator: agrees on the process group; the data is sent on its channel.
@@ -173,7 +173,7 @@ def _placed(place: Place, source: int, text: str) -> Sequence[torch.Tensor]:
     buffers = place(source, description)
     given = [buffer.nbytes for buffer in buffers]
     if given != sizes:
-        raise DisagreementError(f"rank {source} sends tensors of {sizes} bytes, but there is room for {given}")
+        raise DisagreementError(f"rank {source} sends tensors of {sizes} bytes, but the buffers have {given}")
     return buffers
 
 
