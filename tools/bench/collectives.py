@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench.results import Row
 from bench.turns import WARM_UP, ratio, take_turns
 from torch import nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not an explicit export
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -74,7 +74,7 @@ def count(shapes: Shapes, strategy: str) -> Row:
     specs = [TensorSpec(str(index), shape, torch.float32, "meta") for index, shape in enumerate(shapes)]
     plan = partition(specs, ranks.world_size, strategy=strategy, smallest_part=_smallest(ranks.world_size))
     order = [*range(len(params))][::-1]
-    assigned, _ = dist._compute_bucket_assignment_by_size([params[index] for index in order], _BUCKETS)  # type: ignore[attr-defined]  # torch exports it unseen
+    assigned, _ = dist._compute_bucket_assignment_by_size([params[index] for index in order], _BUCKETS)  # type: ignore[attr-defined]  # not an explicit export
     issued: Counter[str] = Counter()
     padded = held = 0
     with _counting(issued):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not an explicit export
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not an explicit export
 
 from zeroshard_testing.rank_state import Operation
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not explicit exports
 
 from zeroshard_testing._torch_private import count_groups_anew, fake_store, process_groups
 from zeroshard_testing.ipc import Message

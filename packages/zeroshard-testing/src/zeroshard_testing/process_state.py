@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-# torch exports these unseen by type checkers.
+# Type checkers do not see that torch exports these.
 from torch.distributed import distributed_c10d, get_debug_level, set_debug_level  # type: ignore[attr-defined]
 
 from zeroshard_testing._torch_private import module_hooks

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import Store  # type: ignore[attr-defined]  # not an explicit export
 
 from zeroshard_testing import _torch_private as private
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankState, group_key, group_label

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # torch exports them unseen
+from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # not explicit exports
 
 from zeroshard_testing._torch_private import RUN_CASE, START_PROCESSES, case_modules
 

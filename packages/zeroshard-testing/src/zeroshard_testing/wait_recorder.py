@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch exports these unseen by type checkers.
+# Type checkers do not see that torch exports these.
 from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
 from zeroshard_testing._torch_private import (

@@ -58,7 +58,7 @@ def _open_streams() -> None:
 
 
 def _host_store(channel: Channel) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it unseen
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not an explicit export
 
     # Pass an IPv4 socket: for peers on the dual-stack socket that TCPStore opens by itself, it resolves an
     # IPv4-mapped address to a name, and that lookup sometimes stalls for seconds.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not an explicit export
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard.join import receive_value, send_value

@@ -16,7 +16,7 @@ _GRAPHS = ("CUDAGraph", "Graph", "graph", "graphs", "make_graphed_callables", "g
 
 def register_device(name: str, install: Callable[[], None]) -> None:
     """Register the device with torch under a name, once in a process."""
-    torch.utils.rename_privateuse1_backend(name)  # type: ignore[attr-defined]  # torch exports both unseen
+    torch.utils.rename_privateuse1_backend(name)  # type: ignore[attr-defined]  # not explicit exports
     install()
     register_device_module(name, _module(name))
     torch.utils.generate_methods_for_privateuse1_backend()  # type: ignore[attr-defined]

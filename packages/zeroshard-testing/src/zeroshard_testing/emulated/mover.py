@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not an explicit export
 
 from zeroshard_testing.emulated._torch_private import gloo_group
 from zeroshard_testing.emulated.errors import DifferentCollectivesError
