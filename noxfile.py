@@ -1,13 +1,12 @@
 """Everything this repository checks and builds, one nox session each; ``nox -l`` lists them.
 
-Torch is installed first, at one version, in every session that needs it: ``ZEROSHARD_TORCH`` names another one (such as
-``2.14.1``). Where pip would fetch a build with CUDA for no use, ``PIP_EXTRA_INDEX_URL`` points it to an index of CPU
-builds.
+Every session that needs torch installs it first, at one version. ``ZEROSHARD_TORCH`` selects another version (such as
+``2.14.1``). If pip would fetch a build with CUDA without need, set ``PIP_EXTRA_INDEX_URL`` to an index of CPU builds.
 
-Tags say where a session runs by itself: ``ci`` on every change, ``unit`` on every change and every Python, ``nightly``,
-and ``gpu`` nightly where there is one. A test compares them with the workflows.
+Tags say when a session runs automatically: ``ci`` on every change, ``unit`` on every change and every Python,
+``nightly``, and ``gpu`` nightly on a machine with a GPU. A test compares them with the workflows.
 
-Which torch runs when: every change is tested with ``TORCH`` and with the newest, every night with ``OLDEST`` too.
+Every change is tested with ``TORCH`` and with the newest torch, and every night also with ``OLDEST``.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ nox.options.sessions = ["lint", "typecheck", "tests"]
 ROOT = Path(__file__).parent
 # The oldest torch that the packages allow. PyPI has it only with CUDA, 5 GB, which is too much for every change.
 OLDEST = "2.11.0"
-# What sessions install that do not name another version: an older one that is there as a small build for CPUs.
+# The version that sessions install by default: an older one that exists as a small build for CPUs.
 TORCH = os.environ.get("ZEROSHARD_TORCH", "2.13.0")
 RUFF = "ruff==0.17.5"
 MYPY = "mypy==2.4.1"
 
-# Each package with the siblings that it needs, itself last, in the order in which they build on each other.
+# Each package with the siblings that it needs, itself last; siblings come after the packages that they need.
 PACKAGES: dict[str, list[str]] = {
     "zeroshard-core": ["zeroshard-core"],
     "zeroshard-comm": ["zeroshard-core", "zeroshard-comm"],
@@ -50,12 +49,12 @@ BACKENDS = {
 # Versions of torch against which the emulated accelerator compiles: all of them nightly, one on every change.
 EMULATED_WITH = {"2.11": f"=={OLDEST}", "2.13": "==2.13.0", "newest": ""}
 EMULATED_ON_EVERY_CHANGE = "2.13"
-# Programs import what lies beside them, and a name there may be one in tests/ too.
+# Programs import modules of their own folder, whose names may also exist in tests/.
 BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
-# What the harness and its tests use where it is there; only sessions that look at all packages install it.
+# Packages that the harness and its tests use if they are installed; only sessions over all packages install them.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
-# Under which users train; only the frameworks session installs them, and tests of those that are missing are skipped.
+# Frameworks with which users train; only the frameworks session installs them, and other sessions skip their tests.
 FRAMEWORKS = ["accelerate>=1.3", "transformers>=5.0", "lightning>=2.4"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 # Distributions, each with the module of its optimizers.
@@ -70,7 +69,7 @@ OTHER_OPTIMIZERS = {
     "bitsandbytes": "bitsandbytes.optim",
 }
 
-# What a package installed alone must be able to do; the wheels session runs it.
+# A program for each package, which must run if only that package is installed; the wheels session runs it.
 SMOKE: dict[str, str] = {
     "zeroshard-core": (
         "import torch; from zeroshard_core import TensorSpec, partition;"
@@ -102,7 +101,7 @@ SMOKE: dict[str, str] = {
 
 @nox.session(tags=["ci"])
 def tests(session: nox.Session) -> None:
-    """All tests that run on a change: of the packages and the tools, then on ranks; no GPU is needed."""
+    """Run all tests that run on a change: of the packages and the tools, then on ranks; needs no GPU."""
     _run_all_tests(session, f"torch=={TORCH}")
 
 
@@ -115,14 +114,14 @@ def tests(session: nox.Session) -> None:
     ],
 )
 def tests_torch(session: nox.Session, torch: str) -> None:
-    """The same tests with the oldest torch that the packages allow, or with the newest that pip finds."""
+    """Run the same tests with the oldest torch that the packages allow, or with the newest that pip finds."""
     _run_all_tests(session, torch)
 
 
 @nox.session(tags=["unit"])
 @nox.parametrize("package", list(PACKAGES))
 def unit(session: nox.Session, package: str) -> None:
-    """Tests and doctests of one package, where only the siblings that it needs are installed."""
+    """Run tests and doctests of one package, with only the siblings that it needs installed."""
     siblings = PACKAGES[package]
     # Its tests may run on ranks, and that takes the testing package; no other that it does not need is there.
     _install_sources(session, [*siblings, *({"zeroshard-testing"} - set(siblings))])
@@ -133,7 +132,7 @@ def unit(session: nox.Session, package: str) -> None:
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Style, who imports whom, how large packages are, and phrases to avoid in prose."""
+    """Check style, imports between packages, sizes of packages, and prose for phrases to avoid."""
     session.install(RUFF)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -143,7 +142,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def typecheck(session: nox.Session) -> None:
-    """Types of all sources, by mypy; with ``-- --python-executable PYTHON`` it installs nothing that they import."""
+    """Check types with mypy; with ``-- --python-executable PYTHON`` it does not install what the sources import."""
     session.install(MYPY)
     if "--python-executable" not in session.posargs:
         # Mypy reads sources; compiling torch's takes longer than that.
@@ -157,14 +156,14 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def docs(session: nox.Session) -> None:
-    """The documentation; a warning fails, and so does a link without a target or a public name without a page."""
+    """Build the documentation; a warning, a link without a target or a public name without a page fails."""
     _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo", "sphinx-copybutton")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session(tags=["ci"])
 def wheels(session: nox.Session) -> None:
-    """Wheels of all packages, each installed alone in a clean environment and used there."""
+    """Build the wheels of all packages; install each alone in a clean environment, and use it there."""
     session.install("build", "hatchling", "virtualenv")
     dist = Path(session.create_tmp(), "dist")
     shutil.rmtree(dist, ignore_errors=True)
@@ -177,7 +176,7 @@ def wheels(session: nox.Session) -> None:
         session.log(f"{number} of {len(PACKAGES)}: {package} alone")
         _check_licence(session, package, dist)
         _try_alone(session, package, dist)
-    session.log(f"the wheels lie in {dist}")
+    session.log(f"the wheels are in {dist}")
 
 
 @nox.session(tags=["ci"])
@@ -193,7 +192,7 @@ def quickstart(session: nox.Session) -> None:
     [nox.param(name, tags=tags) for name, tags in BACKENDS.items()],
 )
 def ranks(session: nox.Session, backend: str) -> None:
-    """Tests on the ranks of one backend; ``-- --require`` fails where this machine lacks it."""
+    """Run tests on ranks of one backend; with ``-- --require`` it fails if this machine lacks the backend."""
     require = "--require" in session.posargs
     posargs = [argument for argument in session.posargs if argument != "--require"]
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
@@ -209,7 +208,7 @@ def ranks(session: nox.Session, backend: str) -> None:
 
 @nox.session(tags=["nightly"])
 def exhaustive(session: nox.Session) -> None:
-    """Tests that take long or repeat others with more values; the emulated device has sessions of its own."""
+    """Run tests that take long or repeat others with more values; the emulated device has sessions of its own."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
     selected = ["-m", "exhaustive", "-k", "not emulated"]
     _pytest(session, "tests", "packages", *selected, *session.posargs)
@@ -225,7 +224,7 @@ def page_commands(session: nox.Session) -> None:
 
 @nox.session(tags=["nightly"])
 def frameworks(session: nox.Session) -> None:
-    """Training under Accelerate, Hugging Face's Trainer and Lightning, in their newest versions."""
+    """Train with the newest versions of Accelerate, Hugging Face's Trainer and Lightning."""
     _install_sources(session, list(PACKAGES), *FRAMEWORKS)
     load = ["-p", "torch._dynamo.compiled_autograd"]
     _pytest(session, *load, "tests/frameworks", *session.posargs)
@@ -234,9 +233,9 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session(tags=["nightly"])
 def optimizers(session: nox.Session) -> None:
-    """Optimizers of other packages: fails where one couples tensors and is not refused; options after ``--``.
+    """Check optimizers of other packages: fails if one couples tensors and is not refused; options go after ``--``.
 
-    ``-- --require`` fails where a test of them is skipped, too.
+    With ``-- --require`` it also fails if a test of them is skipped.
     """
     require = "--require" in session.posargs
     posargs = [argument for argument in session.posargs if argument != "--require"]
@@ -245,13 +244,13 @@ def optimizers(session: nox.Session) -> None:
     session.run("python", "tools/optimizer_page", *posargs)
     session.log("2 of 2: some of them on ranks")
     load = [argument for module in OTHER_OPTIMIZERS.values() for argument in ("-p", module)]
-    # timm imports torchvision, of which only the build for this very torch can be loaded.
+    # timm imports torchvision, of which only the build for exactly this torch can be loaded.
     _pytest(session, *load, "-rs", "-k", "not timm", "tests/plan/test_other_optimizers.py", may_skip=not require)
 
 
 @nox.session(name="torch-suite", tags=["nightly"])
 def torch_suite(session: nox.Session) -> None:
-    """PyTorch's own distributed tests on the ranks of zeroshard-testing, compared with PyTorch's runner."""
+    """Run PyTorch's own distributed tests on the ranks of zeroshard-testing, and compare with PyTorch's runner."""
     _install_sources(session, ["zeroshard-testing"], *PLUGIN_NEEDS)
     session.run("python", "tools/torch_suite.py", *session.posargs)
 
@@ -265,7 +264,7 @@ def torch_suite(session: nox.Session) -> None:
     ],
 )
 def emulated(session: nox.Session, torch: str) -> None:
-    """Tests of the emulated accelerator, its corpus and the hooks on it, compiled against one version of torch."""
+    """Test the emulated accelerator, its corpus and the hooks on it, compiled against one version of torch."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
     own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
     names = ("emulated_smoke", "emulated_edges", "emulated_corpus", "ddp_on_accelerators")
@@ -279,35 +278,35 @@ def emulated(session: nox.Session, torch: str) -> None:
     "program", [nox.param(f"{name.replace('-', '_')}.py", id=name) for name in ("dropped-edges", "emulated-corpus")]
 )
 def emulated_checks(session: nox.Session, program: str) -> None:
-    """Whether a test misses each edge between streams, and whether seeded races are reported in every run."""
+    """Check that a test fails without each edge between streams, and that every run reports the seeded races."""
     _install_sources(session, list(PACKAGES))
     session.run("python", f"tools/{program}", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure training beside other ways to train; the subcommand and its options go after ``--``."""
+    """Compare training with other ways to train; the subcommand and its options go after ``--``."""
     _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
     session.run("python", "tools/bench", *(session.posargs or ["--help"]))
 
 
 @nox.session(name="gpu-check", tags=["gpu"])
 def gpu_check(session: nox.Session) -> None:
-    """A report on one GPU in 8 minutes, without one on the CPU; ``-- --help`` lists the options."""
+    """Write a report on one GPU, or the CPU, in 8 minutes; ``-- --help`` lists the options."""
     _install_sources(session, list(PACKAGES), "pytest-xdist")
     session.run("python", "tools/gpu_check", *session.posargs)
 
 
 def _run_all_tests(session: nox.Session, torch: str) -> None:
-    # With nox, this environment has all that mypy reads.
+    # With nox, this environment has everything that mypy reads.
     _install_sources(session, list(PACKAGES), "nox", *TOOL_NEEDS, *PLUGIN_NEEDS, torch=torch)
-    # Rank tests wait about as long as they compute, so that three use two cores.
+    # Rank tests wait about as long as they compute, so three processes use two cores.
     three_files_at_a_time = ["-n3", "--dist=loadfile"]
     session.log("1 of 2: tests and doctests of the packages and the tools")
     tests = ["--doctest-modules", *BESIDE_PROGRAMS, "packages", "tools"]
     _pytest(session, *three_files_at_a_time, *tests, *session.posargs)
     session.log("2 of 2: rank tests")
-    # Workers are forked from a process that has loaded these; each would load them otherwise, in its first test.
+    # Workers are forked from a process that has loaded these; otherwise each would load them in its first test.
     loaded = [
         "torch._dynamo.compiled_autograd",
         "torch.distributed.checkpoint.state_dict",
@@ -320,7 +319,7 @@ def _run_all_tests(session: nox.Session, torch: str) -> None:
 
 
 def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:
-    session.log(f"installing {torch}: a large download when the cache of pip lacks it")
+    session.log(f"installing {torch}: a large download if it is not in pip's cache")
     session.install("--progress-bar=off", torch, silent=False)
 
 
@@ -329,7 +328,7 @@ def _install_sources(
 ) -> None:
     """Install packages from source, siblings named together, and what their tests and the session need."""
     _install_torch(session, torch)
-    session.log("installing what else is needed")
+    session.log("installing the other requirements")
     session.install("hatchling", "editables", *(TEST_NEEDS if for_tests else []), *needs)
     session.log(f"installing {', '.join(packages)} from source")
     editable = [argument for package in packages for argument in ("-e", f"packages/{package}")]
@@ -350,10 +349,10 @@ class _Counts:
 
 
 def _pytest(session: nox.Session, *arguments: str, may_skip: bool = True) -> None:
-    """Run pytest, and fail when no test was executed, be it that none was found or that all were skipped."""
+    """Run pytest, and fail if no test was executed, because none was found or all were skipped."""
     report = Path(session.create_tmp(), "report.xml").resolve()
     report.unlink(missing_ok=True)
-    # Rank workers import what the first of them has compiled, whatever is set outside.
+    # Rank workers import what the first of them has compiled, regardless of the user's environment.
     done = session.run("pytest", f"--junitxml={report}", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
     if done is None:  # nox was started with --install-only
         return
@@ -376,18 +375,18 @@ def _check_licence(session: nox.Session, package: str, dist: Path) -> None:
 
 
 def _try_alone(session: nox.Session, package: str, dist: Path) -> None:
-    """Install one package and what it declares in an environment of its own, use it, and look for strangers."""
+    """Install one package and its requirements in a clean environment, use it, and check for undeclared packages."""
     place = Path(session.create_tmp(), "alone")
     shutil.rmtree(place, ignore_errors=True)
     session.run("python", "-m", "virtualenv", "--quiet", str(place), silent=True)
     python = str(place / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
     third_party = [f"torch=={TORCH}", *(["pytest"] if package == "zeroshard-testing" else [])]
     session.run(python, "-m", "pip", "install", "--quiet", "--progress-bar=off", *third_party, external=True)
-    # Without an index, so that a sibling can come from nowhere but here, and only if it is declared.
+    # Without an index, so that a sibling comes only from here, and only if it is declared.
     install = ["install", "--quiet", "--no-index", "--find-links", str(dist), f"{package}=={_version(package)}"]
     session.run(python, "-m", "pip", *install, external=True)
     session.run(python, "-m", "pip", "check", external=True)
-    # -I: what PYTHONPATH names is not there.
+    # -I ignores PYTHONPATH.
     session.run(python, "-I", "-c", SMOKE[package], external=True)
     strangers = [name.replace("-", "_") for name in PACKAGES if name not in PACKAGES[package]]
     session.run(

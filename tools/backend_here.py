@@ -1,6 +1,6 @@
 """Prints why this machine cannot run the rank tests of a backend on two ranks; nothing if it can.
 
-Run as ``python tools/backend_here.py nccl``; the nox session ``ranks`` asks before it runs any test.
+Run as ``python tools/backend_here.py nccl``; the nox session ``ranks`` runs it before any test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroshard_testing.spec import BACKENDS, RanksSpec
 
 
 def why_not_here(backend_name: str) -> str | None:
-    """Say why two ranks of a backend, such as ``"gloo-cpu"``, cannot run on this machine; None if they can."""
+    """Return why two ranks of a backend, such as ``"gloo-cpu"``, cannot run on this machine; None if they can."""
     if backend_name == "emulated":
         return build.why_unavailable()
     for backend, name in BACKENDS.items():

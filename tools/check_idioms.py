@@ -1,7 +1,7 @@
 """Checks that pages, messages and docstrings are free of the phrases in ``idioms.txt``, which readers stumbled over.
 
-Run as ``python tools/check_idioms.py``. It looks at the prose of the pages, outside of code, and in the packages at
-each string of some words.
+Run as ``python tools/check_idioms.py``. It searches the prose of the pages, outside of code, and each string of
+several words in the packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LIST = Path(__file__).with_name("idioms.txt")
 PAGES = ("*.md", "docs/**/*.md", "packages/*/README.md")
 SOURCES = "packages/*/src/**/*.py"
 WORDS = 3
-"""A string of fewer words is a name or a format, and no message."""
+"""A string of fewer words is a name or a format, not a message."""
 
 
 def read(text: str) -> list[re.Pattern[str]]:

@@ -4,9 +4,9 @@ Run as ``python tools/check_imports.py``. It reads the sources with `ast` and im
 
 - A package imports what `MAY_IMPORT` names, and of its siblings the names in the `__all__` of their public modules.
 - `zeroshard_core` does not reach `torch.distributed`.
-- Only modules named ``_torch_private`` reach private names of torch. What such a module reaches on any object, such as
-  ``tensor._version``, no other module reaches on another object than itself.
-- Modules do not import each other in a circle. Two modules may, if one of them does so for type checkers alone.
+- Only modules named ``_torch_private`` reach private names of torch. If such a module reaches a name on any object,
+  such as ``tensor._version``, other modules reach that name only on ``self``.
+- Modules do not import each other in a circle. Two modules may if one of the imports is only for type checkers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOME = "_torch_private"
 MAY_IMPORT = {
     "zeroshard_core": "torch",
     "zeroshard_comm": "zeroshard_core torch",
-    # `zeroshard plan` uses what comes after torch, where it is installed.
+    # `zeroshard plan` uses the packages after torch, if they are installed.
     "zeroshard": "zeroshard_core zeroshard_comm torch rich typer matplotlib safetensors transformers",
     "zeroshard_integrations": "zeroshard_core zeroshard_comm zeroshard torch accelerate lightning transformers",
     # pytest has no public way to run a test, to show its failure and to explain its assertion on ranks.
@@ -102,7 +102,7 @@ def _imports(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[in
         elif package in MAY_IMPORT and name != CHECK_NAMES:
             is_public = name in modules or (origin in modules and modules[origin].exports(last))
             if not is_public or "._" in name:
-                yield line, f"{name} is no public name: name it in the __all__ of a public module"
+                yield line, f"{name} is not a public name: list it in the __all__ of a public module"
 
 
 def _names(module: Module, private: Set[str]) -> Iterator[tuple[int, str]]:

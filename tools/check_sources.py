@@ -1,4 +1,4 @@
-"""Checks how many lines of Python the packages and the tools have: ``python tools/check_sources.py``."""
+"""Checks the number of lines of Python in the packages and the tools: ``python tools/check_sources.py``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CEILINGS = {
     "packages/zeroshard-testing/src": 7180,
     "tools": 6200,
 }
-"""At most as many lines by folder, blank ones and comments included. A change that deletes lines lowers its ceiling."""
+"""The maximum number of lines by folder, including blank lines and comments. If you delete lines, lower the ceiling."""
 
 
 def count(folder: Path) -> int:
-    """Return the lines of all sources in a folder."""
+    """Return the number of lines of all sources in a folder."""
     return sum(file.read_bytes().count(b"\n") for file in folder.rglob("*.py"))
 
 
@@ -26,7 +26,7 @@ def main(root: Path = ROOT) -> int:
     lines = {name: count(root / name) for name in CEILINGS}
     wrong = [name for name, ceiling in CEILINGS.items() if not 0 < lines[name] <= ceiling]
     for name, ceiling in CEILINGS.items():
-        print(f"{name:36}{lines[name]:6} of {ceiling:5}{'  take something out of it' if name in wrong else ''}")
+        print(f"{name:36}{lines[name]:6} of {ceiling:5}{'  remove lines from it' if name in wrong else ''}")
     return int(bool(wrong))
 
 

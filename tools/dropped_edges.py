@@ -1,12 +1,12 @@
-"""Leaves out, one at a time, each edge that orders streams in our packages, and says which of them no test misses.
+"""Drops, one at a time, each edge that orders streams in the packages, and reports the edges that no test misses.
 
-Run as ``python tools/dropped_edges.py`` where the packages are installed; tests that are named run instead of `TESTS`.
+Run as ``python tools/dropped_edges.py`` where the packages are installed; tests given as arguments replace `TESTS`.
 An edge is a call of ``wait_stream``, ``wait_event``, ``wait`` or ``record_stream``, named by its call site: the
 innermost frames up to one outside the function that only passes it on.
 
 The edges are those that the tests reach on the emulated accelerator. Each is dropped in a run of its own, which stops
-at the first test that fails. An edge that no test misses must be listed in `MASKED`, with its reason; what is listed
-there and is missed, or not reached, has to go from the list.
+at the first test that fails: that test *misses* the edge. An edge that no test misses must be listed in `MASKED`, with
+its reason. An edge that a test misses, or that no test reaches, must not be listed there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/emulated/test_emulated_edges.py",)
 MASKED = ROOT / "tools" / "dropped_edges.json"
-"""Edges that no test misses: what `Edge.name` gives, and why."""
+"""Edges that no test misses, by `Edge.name`, with the reason."""
 _CALLS = ("wait_stream", "wait_event", "wait", "record_stream")
 _PACKAGES = tuple(f"packages/{name}/src/" for name in ("zeroshard-comm", "zeroshard", "zeroshard-integrations"))
 
@@ -37,13 +37,13 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """What the edge is called where it is listed: functions instead of lines, which change."""
+        """The name of the edge in `MASKED`, with functions instead of lines, which change."""
         return " < ".join(map(_function_of, self.frames))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of leaving an edge out: which test failed first, empty if none did."""
+    """The result of dropping an edge: the test that failed first, empty if none failed."""
 
     edge: str
     place: str
@@ -68,19 +68,19 @@ def edges_in(lines: Iterable[str]) -> list[Edge]:
 
 
 def problems(results: Sequence[Result], masked: Mapping[str, str]) -> list[str]:
-    """Say what is wrong: edges that no test misses and that are not listed, and entries of the list that are stale."""
+    """Return what is wrong: edges that no test misses and that are not listed, and stale entries of the list."""
     unmissed = {result.edge for result in results if not result.missed_by}
     reached = {result.edge for result in results}
     places = {result.edge: result.place for result in results}
     return [
         *(f"no test misses {name} ({places[name]})" for name in sorted(unmissed - masked.keys())),
-        *(f"{name} is listed as masked, and a test misses it" for name in sorted(masked.keys() & reached - unmissed)),
-        *(f"{name} is listed as masked, and no test reaches it" for name in sorted(masked.keys() - reached)),
+        *(f"{name} is listed as masked, but a test misses it" for name in sorted(masked.keys() & reached - unmissed)),
+        *(f"{name} is listed as masked, but no test reaches it" for name in sorted(masked.keys() - reached)),
     ]
 
 
 def main(tests: Sequence[str]) -> int:
-    """Drop each edge, print what misses it, and return 1 if something is wrong with the list."""
+    """Drop each edge, print the test that misses it, and return 1 if something is wrong with the list."""
     with tempfile.TemporaryDirectory() as folder:
         status, first = _run(tests, {"ZEROSHARD_DROP_EDGE": "", "ZEROSHARD_EDGES": f"{folder}/edges"})
         lines = [line for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
@@ -122,7 +122,7 @@ def _makes_an_edge(frame: str) -> bool:
 
 
 def _function_of(frame: str) -> str:
-    """Return such as ``"side_stream.SideStream.join"`` for a file and a line."""
+    """Return the function at a line of a file, such as ``"side_stream.SideStream.join"``."""
     path, _, line = frame.rpartition(":")
     names = [Path(path).stem]
     node: ast.AST = _parsed(path)

@@ -1,12 +1,12 @@
-"""Runs the programs of ``tests/emulated/corpus`` several times, and says whether all runs report each of them alike.
+"""Runs the programs of ``tests/emulated/corpus`` several times, and checks that all runs report the same.
 
-Run as ``python tools/emulated_corpus.py`` where the packages are installed: 20 runs, or as many as are asked for, with
-random delays of up to 50 ms in the threads that move the data of collectives, and two busy loops beside them. The exit
-status is 1 if a program of a file ``right_*`` fails, one of ``wrong_*`` passes, or any is not reported alike in all
-runs.
+Run as ``python tools/emulated_corpus.py`` where the packages are installed: 20 runs, or the number in the argument,
+with random delays of up to 50 ms in the threads that move the data of collectives, and two busy loops beside them. The
+exit status is 1 if a program of a file ``right_*`` fails, one of ``wrong_*`` passes, or the reports of any program
+differ between runs.
 
-What is compared of a race or of memory freed in use is its kind and both call sites, of all ranks together; of other
-errors it is their text, without gloo's own words and without what ranks say of another's end.
+Of a race or of memory freed in use, the kind and both call sites are compared, of all ranks together. Of other errors
+the text is compared, without gloo's own words and without what ranks report about the end of another rank.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _HEADING = re.compile(r"^=* ?ranks? [\d, -]+ failed: (.*?) ?=*$", re.MULTILINE)
 _LIMIT = 1200.0
 # Characters of an error's first line.
 _COMPARED = 300
-# Once: a rank that has failed gets a fresh worker, which would take a second or more for these.
+# Loaded once: a rank that has failed gets a fresh worker, which would need a second or more to load these.
 _LOADED = ("torch._dynamo.compiled_autograd", "torch.distributed.fsdp", "zeroshard_integrations.ddp")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one program at one world size, with one choice of its parameters.
+    """The result of one program at one world size, with one choice of its parameters.
 
     Attributes:
         outcome: ``"passed"``, ``"failure"``, ``"error"`` or ``"skipped"``.
-        text: what pytest prints of a failure.
-        errors: the class and first line of each error, each once, without which ranks had it.
-        findings: what the checker has found on all ranks, as `zeroshard_testing.emulated.report.Finding.key` has it.
+        text: what pytest prints about a failure.
+        errors: the class and first line of each error, each once, without the ranks that had it.
+        findings: what the checker has found on all ranks, as `zeroshard_testing.emulated.report.Finding.key`.
     """
 
     outcome: str
@@ -51,9 +51,9 @@ class Verdict:
 
     @property
     def reports(self) -> frozenset[str]:
-        """What is the same in all runs, whatever the timing."""
-        # Gloo's own words, and which ranks had stopped when another one looked, are a matter of time, and with the
-        # ranks before it the place where a heading is cut off.
+        """The part of the result that must be equal in all runs, because it does not depend on timing."""
+        # Gloo's own words, and which ranks had stopped when another one looked, depend on timing, and so does the
+        # place where a heading is cut off, after the names of the ranks.
         causes = (
             error.partition("gloo: ")[0][:_COMPARED] for error in self.errors if not error.endswith("(a consequence)")
         )
@@ -74,18 +74,18 @@ def main(runs: int = 20) -> int:
     wrong = {name: text for name, verdicts in found.items() if (text := problem(name, verdicts, runs))}
     for name, text in wrong.items():
         print(f"{name}: {text}")
-    print(f"{len(found) - len(wrong)} of {len(found)} programs are reported as is due, and alike in {runs} runs")
+    print(f"{len(found) - len(wrong)} of {len(found)} programs are reported as expected, and equally in {runs} runs")
     return int(bool(wrong) or not found)
 
 
 def problem(name: str, verdicts: Sequence[Verdict], runs: int) -> str:
-    """Say what is wrong with a program's verdicts, empty if nothing is."""
+    """Return what is wrong with a program's verdicts; empty if nothing is."""
     due, outcomes = "passed" if name.startswith("right") else "failure", {verdict.outcome for verdict in verdicts}
     if outcomes != {due} or len(verdicts) < runs:
-        return f"{', '.join(sorted(outcomes))} in {len(verdicts)} of {runs} runs, due is {due}"
+        return f"{', '.join(sorted(outcomes))} in {len(verdicts)} of {runs} runs, expected {due}"
     reports = [verdict.reports for verdict in verdicts]
     differing = sorted(frozenset().union(*reports) - reports[0].intersection(*reports))
-    return "\n  ".join(["some runs report, and others do not:", *differing]) if differing else ""
+    return "\n  ".join(["only some runs report:", *differing]) if differing else ""
 
 
 def programs() -> list[Path]:
@@ -96,13 +96,13 @@ def programs() -> list[Path]:
 def run_programs(
     files: Sequence[Path | str], folder: Path, *, environment: Mapping[str, str] | None = None
 ) -> dict[str, Verdict]:
-    """Run files of the corpus, or nodes in them, in a pytest of their own, which writes to a folder.
+    """Run files of the corpus, or nodes in them, in a separate pytest, which writes to a folder.
 
     Returns:
-        By file, function and parameters, such as ``"right_by_page.test_ddp[2-emulated]"``.
+        The verdicts by file, function and parameters, such as ``"right_by_page.test_ddp[2-emulated]"``.
 
     Raises:
-        RuntimeError: Pytest has not come to its end; the text has its output.
+        RuntimeError: Pytest ended early; the message has its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report.xml"
@@ -133,7 +133,7 @@ def _verdict(element: ElementTree.Element) -> tuple[str, Verdict]:
     findings = (
         tuple(json.loads(one.get("value", ""))) for one in element.iter("property") if one.get("name") == "finding"
     )
-    # Which rank found it differs with the timing.
+    # Which rank found it depends on timing.
     errors = (re.sub(r"^(?:\w+\.)*(\w+: )(?:rank \d+: )?", r"\1", error) for error in _HEADING.findall(text))
     name = f"{element.get('classname', '').rpartition('.')[2]}.{element.get('name')}"
     return name, Verdict("passed" if found is None else found.tag, text, frozenset(errors), frozenset(findings))
@@ -141,7 +141,7 @@ def _verdict(element: ElementTree.Element) -> tuple[str, Verdict]:
 
 @contextmanager
 def busy_loops(number: int) -> Iterator[None]:
-    """Keep so many processors busy."""
+    """Keep this number of processors busy."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield

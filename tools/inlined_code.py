@@ -1,8 +1,8 @@
 """Copies code from docs/examples into pages, so that they read as plain Markdown.
 
 A comment above a fence names what it shows: ``<!-- examples/gan.py -->`` a file, ``<!-- examples/gan.py: train -->`` a
-function or class of it, ``<!-- examples/gan.py from "import sys" until "def main" -->`` the lines from the first that
-has a text until the first that has another one, ``<!-- examples/plain.py to examples/sharded.py -->`` a difference.
+function or class of it, ``<!-- examples/gan.py from "import sys" until "def main" -->`` the lines from the first with
+the one text until the first with the other, ``<!-- examples/plain.py to examples/sharded.py -->`` a difference.
 Run as ``python tools/inlined_code.py``; with ``--check`` it writes nothing, and the exit status is 1 if a page differs.
 """
 
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"^<!-- (?P<what>examples/[^>]+) -->\n+```\w+\n.*?^```$", re
 
 
 def shown(what: str) -> str:
-    """Return the fenced code that a comment names. A KeyError names a function that the file lacks."""
+    """Return the fenced code that a comment names. Raises KeyError with the name if the file lacks the function."""
     old, _, new = what.partition(" to ")
     if new:
         before, after = ((DOCS / file).read_text(encoding="utf-8").splitlines() for file in (old, new))

@@ -1,8 +1,8 @@
 """The public names of the packages and their signatures, compared with the committed list ``public_names.txt``.
 
-Run as ``python tools/public_names.py``; ``--write`` writes the list. Public is what a module without an underscore has
-in its ``__all__``, and of a class the attributes that it defines itself. A change of the list is a change for users: it
-belongs into the same commit, with its reason.
+Run as ``python tools/public_names.py``; ``--write`` writes the list. Public are the names in the ``__all__`` of
+modules without an underscore, and the attributes that a class defines itself. A change of the list is a change for
+users, so commit the list together with the change, and give the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGES = ("zeroshard_core", "zeroshard_comm", "zeroshard", "zeroshard_integrat
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("public_names.txt")
 _OPTIONAL = frozenset({"accelerate", "lightning", "transformers"})
-"""Modules of the integrations that need another framework: their names are listed from the sources alone."""
+"""Modules of the integrations that need another framework: their names are listed from the sources only."""
 
 
 def public_names() -> list[str]:
@@ -43,7 +43,7 @@ def _described(name: str, value: object) -> Iterator[str]:
         yield f"{name}{_signature(value) if inspect.isfunction(value) else ''}"
         return
     yield name if issubclass(value, (enum.Enum, BaseException)) else f"{name}{_signature(value)}"
-    # Of torch's classes, only that they are here.
+    # Of torch's classes, list only the name.
     for attribute, held in vars(value).items() if value.__module__.startswith(PACKAGES) else ():
         if not attribute.startswith("_"):
             call = getattr(held, "__func__", held)
@@ -51,7 +51,7 @@ def _described(name: str, value: object) -> Iterator[str]:
 
 
 def _signature(value: object) -> str:
-    """The parameters with their defaults, without types."""
+    """Return the parameters with their defaults, without types."""
     assert callable(value)
     try:
         found = inspect.signature(value)

@@ -1,13 +1,13 @@
 """Runs PyTorch's distributed tests as PyTorch runs them, and on the ranks of zeroshard-testing, and compares.
 
-Run as ``python tools/torch_suite.py``; a number takes more or fewer methods than 60. The tests are the methods of
+Run as ``python tools/torch_suite.py``; an argument replaces the number of methods, 60. The tests are the methods of
 ``torch.testing._internal.distributed.distributed_test``, which comes with torch's wheel; they need the packages
 expecttest and numpy. Both sides run the same class under pytest, at 2 and 4 ranks over gloo. As PyTorch runs them, each
-method starts ranks for itself, which takes some 10 s.
+method starts its own ranks, which takes about 10 s.
 
 First all methods run on ranks, to find out which of them are skipped on this machine. Then the chosen ones run on both
-sides: of the methods that run as many as wanted, evenly, and a skipped one for each reason. The exit status is 1 if a
-method passes, fails or is skipped on one side and not on the other. No method is expected to.
+sides: an even choice of the methods that run, and one skipped method for each reason. The exit status is 1 if a method
+passes, fails or is skipped on only one side. This is expected of no method.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(folder: Path, module: str, world_size: int, methods: Sequence[str] = ())
     tests = [f"{module}.py::TestSuite::{method}" for method in methods] or [f"{module}.py"]
     options = ["-c", os.devnull, "--rootdir=.", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore"]
     environment = {
-        # What PyTorch's tests look for when they are imported.
+        # PyTorch's tests read these when they are imported.
         "BACKEND": "gloo",
         "WORLD_SIZE": str(world_size),
         "TEMP_DIR": str(folder),
@@ -93,7 +93,7 @@ def _result(case: ElementTree.Element) -> str:
 
 
 def choose(found: Mapping[str, str], number: int) -> list[str]:
-    """Return about so many of the methods that run, evenly, and one skipped method for each reason."""
+    """Return about this number of the methods that run, evenly chosen, and one skipped method for each reason."""
     skipped = {result: name for name, result in found.items() if result.startswith("skipped")}
     running = [name for name, result in found.items() if result not in skipped]
     return sorted({*running[:: max(1, len(running) // number)], *skipped.values()})

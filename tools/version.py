@@ -1,7 +1,7 @@
 """The version of the five packages: prints it, or sets it in every place that names it.
 
-Run as ``python tools/version.py`` or ``python tools/version.py 0.2.0``. Each package says its version in its sources,
-where its build reads it, and names its siblings by it, because each is built from its own folder alone.
+Run as ``python tools/version.py`` or ``python tools/version.py 0.2.0``. Each package has its version in its sources,
+where its build reads it, and in the requirements of its siblings, because each is built from its own folder only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PLACES = (
         re.compile(r'(?<="zeroshard-comm==)[^"]+|(?<="zeroshard-core==)[^"]+|(?<="zeroshard==)[^"]+'),
     ),
 )
-"""Files, and what in them is the version."""
+"""Files, each with the patterns of its version."""
 _FORM = re.compile(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?")
 
 
 def versions(root: Path = ROOT) -> set[str]:
-    """Return each version that some place names: one, if all agree."""
+    """Return every version that is named anywhere: one if all places agree."""
     return {
         found
         for pattern, version in PLACES
@@ -33,9 +33,9 @@ def versions(root: Path = ROOT) -> set[str]:
 
 
 def set_version(version: str, root: Path = ROOT) -> None:
-    """Write a version to every place; exit if it has another form than ``0.2.0``, ``0.2.0rc1`` or ``0.2.0.dev1``."""
+    """Write a version to every place; exit if its form is not ``0.2.0``, ``0.2.0rc1`` or ``0.2.0.dev1``."""
     if not _FORM.fullmatch(version):
-        raise SystemExit(f"a version looks like 0.2.0, 0.2.0rc1 or 0.2.0.dev1, and not like {version!r}")
+        raise SystemExit(f"a version looks like 0.2.0, 0.2.0rc1 or 0.2.0.dev1, not like {version!r}")
     for pattern, place in PLACES:
         for file in root.glob(pattern):
             file.write_text(place.sub(version, file.read_text("utf-8")), encoding="utf-8")

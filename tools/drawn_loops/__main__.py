@@ -1,9 +1,9 @@
 """Trains drawn loops beside plain DDP with the plain optimizer, and compares them bit by bit.
 
 Run as ``python tools/drawn_loops``. With ``--families`` the loops do on purpose what users have done, see ``loop.py``.
-With ``--sharded`` all of them train with ``shard_gradients()``, whatever mode was drawn.
-``--json`` prints a line of JSON for each loop; ``--compare FILE`` lists the loops that came out otherwise in a file of
-such lines, but for the words of an error. The exit status is 1 if a loop is neither equal nor refused as
+With ``--sharded`` all of them train with ``shard_gradients()``, regardless of the mode that was drawn.
+``--json`` prints a line of JSON for each loop; ``--compare FILE`` lists the loops whose outcome differs from a file of
+such lines, except for the text of an error. The exit status is 1 if a loop is neither equal nor refused as
 ``expected.py`` says. 300 loops take two minutes.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-# The ranks import this folder by its name too, in processes of their own.
+# The ranks also import this folder by its name, in their own processes.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from drawn_loops.expected import problem
@@ -28,7 +28,7 @@ from drawn_loops.running import run
 
 
 def main() -> int:
-    """Train the loops of some seeds, print what became of each, and return 1 if something is wrong."""
+    """Train the loops of some seeds, print the outcome of each, and return 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the first seed; each loop has the next one")
     parser.add_argument("--count", type=int, default=20, help="how many loops are drawn (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""The table of refusals: says from what a loop does whether it is refused, and by which error."""
+"""The table of refusals: whether a loop is refused, and by which error, decided from its acts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drawn_loops.loop import LAYERS, SHARDED, STEM, STEPPING, Loop
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a loop: it is ``equal``, ``refused`` by an act, ``differs`` from plain DDP, or is ``other``."""
+    """The outcome of a loop: it is ``equal``, ``refused`` by an act, ``differs`` from plain DDP, or is ``other``."""
 
     kind: str
     act: str = ""
@@ -75,7 +75,7 @@ def expected(loop: Loop) -> Row | None:
             local -= chosen
         elif word in ("local", "backward"):
             number, local = number + 1, local | (trained - frozen)
-            # A backward that reduces looks at all gradients, and another one at those to which it adds.
+            # A backward that reduces checks all gradients; any other backward checks those to which it adds.
             held = {reduced[layer] for layer in (LAYERS if word == "backward" else trained - frozen)}
             row = USED if "used" in held else SEVERAL if "reduced" in held and not is_sharded else None
             if is_sharded and word == "backward" and row is None and active != in_buckets:
@@ -107,7 +107,7 @@ def expected(loop: Loop) -> Row | None:
 
 
 def problem(loop: Loop, outcome: Outcome) -> str:
-    """Say what is wrong with an outcome; empty if it is equal, or refused as a row says."""
+    """Return what is wrong with an outcome; empty if it is equal, or refused as a row says."""
     row = expected(loop)
     if outcome.kind == "refused":
         return "" if row is not None and re.search(row.pattern, outcome.text) else "refused, and on no row"

@@ -1,6 +1,6 @@
-"""Draws training loops: a loop is a value of plain data, and a pure function of its seed and its family.
+"""Draws training loops: a loop is plain data, computed by a pure function from its seed and its family.
 
-An act is a word, mostly with an argument:
+An act is a word, usually with an argument:
 
 - ``zero``: ``none`` and ``zeros`` call the optimizer's ``zero_grad(set_to_none=...)``, ``model`` the model's; ``all``,
   ``trainable`` and ``used`` set ``param.grad = None`` for all parameters, for those that are not frozen, or for those
@@ -12,19 +12,19 @@ An act is a word, mostly with an argument:
 - ``delete``, ``pop``, ``assign``, ``clear``, ``scale``: edit the state, of one parameter or of all.
 - ``rebind``, ``write``: halve the values of a parameter, by ``param.data = ...`` or in place.
 
-Acts of one family alone. The loops of a family do one thing on purpose that users have done:
+Some acts belong to one family only. The loops of a family do one thing on purpose that users have done:
 
-- ``mul``: doubles an attribute of a parameter, at which the optimizer class looks.
+- ``mul``: doubles an attribute of a parameter, which the optimizer class reads.
 - ``grad``: assigns ``param.grad.data`` between backward and ``step()``.
 - ``closure``: ``step(closure)``, where the closure makes the backward.
-- ``resume``: builds everything again, and loads what was consolidated.
+- ``resume``: builds everything again, and loads the consolidated state.
 - ``data``, ``clamp``: write through ``param.data``.
 - ``rate``: writes a learning rate to the dict of a param group that the script has kept.
 
-Documented as not checked, and not drawn: with a hook that steps during backward, edits of state or parameters between
-that backward and its ``step()``, and a loop without its last ``step()``; sets of ``id(param)`` for parts of tensors,
-master weights and hooks that step bucket by bucket; without a hook, parameters that DDP ignores and that differ between
-ranks.
+What is documented as not checked is not drawn: with a hook that steps during backward, edits of state or parameters
+between that backward and its ``step()``, and a loop without its last ``step()``; sets of ``id(param)`` for parts of
+tensors, master weights and hooks that step bucket by bucket; without a hook, parameters that DDP ignores and that
+differ between ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 STEPPING = ("hook_with_zero_step", "hook_with_zero_step_interleaved")
 MODES = ("no hook", "reduce_to_owner", *STEPPING)
 SHARDED = "shard_gradients"
-"""The mode that is not drawn, but takes the place of the one that is: DDP is not built then."""
+"""The mode that is not drawn, but replaces the drawn one. DDP is not built then."""
 SCHEDULERS = ("", "ExponentialLR", "StepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau")
 FLAGS = ("parameters_as_bucket_view", "master_weights", "gradient_as_bucket_view", "two groups")
 STEM, HEADS = ("stem0", "stem1"), ("head0", "head1")
@@ -66,14 +66,14 @@ class Loop:
     """A training loop.
 
     Attributes:
-        seed: the seed that it was drawn from.
+        seed: the seed from which it was drawn.
         mode, partition, optimizer, scheduler: how it is built; see `draw`.
         heads: which heads a forward uses: ``"both"``, one ``"in turn"``, or one ``"by rank"``, in turn too.
         flags: some of `FLAGS`, ``"find_unused_parameters"``, ``"a group each"``, and of what DDP ignores ``"equal"`` or
             ``"experts"``, which differ between ranks.
         frozen: layers that are frozen before the optimizer is built, and after DDP is.
         iterations: the acts of each iteration.
-        family: what is done on purpose, one of `FAMILIES`, or empty.
+        family: what the loop does on purpose, one of `FAMILIES`, or empty.
     """
 
     seed: int
@@ -93,7 +93,7 @@ class Loop:
         return [head for place, head in enumerate(HEADS) if self.heads == "both" or place in first]
 
     def layer_of(self, number: int) -> str:
-        """Return the layer of a parameter's number, while none was added."""
+        """Return the layer of the parameter with a number, as long as no parameter was added."""
         return LAYERS[number % 8 // 2 if self.optimizer != "Muon" else number % 4]
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Loop:
 
 
 def draw(seed: int, family: str = "") -> Loop:
-    """Draw a loop. In two loops of five without a family one or two iterations are odd: they may be refused."""
+    """Draw a loop. In two of five loops without a family, one or two iterations are unusual, and may be refused."""
     rng = random.Random(f"{family} {seed}" if family else seed)  # noqa: S311 - the same loop for a seed, everywhere
     mode = rng.choice((*MODES, "reduce_to_owner", "reduce_to_owner"))
     optimizer = rng.choice(FAMILIES.get(family) or ("SGD", "Adam", "AdamW", "Muon"))

@@ -43,7 +43,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run(loop: Loop) -> Outcome:
-    """Train a loop on two ranks, and return what became of it."""
+    """Train a loop on two ranks, and return the outcome."""
     # A loop that is refused leaves messages behind.
     checks = "no:deadlock no:collectives no:messages"
     try:
@@ -70,7 +70,7 @@ def train(loop: Loop) -> tuple[str, str, str]:
             except Exception as raised:  # noqa: BLE001 - whatever it is, ranks compare it
                 error = re.sub(r"^rank \d+: ", "", str(raised).partition("\n")[0]) or repr(raised)
             if act.startswith(("delete", "pop", "assign")):
-                # Other acts communicate: no rank goes on alone.
+                # Other acts communicate, so no rank continues alone.
                 errors = [""] * 2
                 dist.all_gather_object(errors, error)
                 error = max(errors)
@@ -85,7 +85,7 @@ def train(loop: Loop) -> tuple[str, str, str]:
 
 
 class _Model(nn.ModuleDict):
-    """Layers by name; parameters that are added later take no part in the forward."""
+    """Layers by name; the forward does not use parameters that are added later."""
 
     def forward(self, inputs: torch.Tensor, heads: list[str]) -> torch.Tensor:
         layers: Any = self
@@ -99,7 +99,7 @@ class _Training:
 
     def __init__(self, loop: Loop, group: dist.ProcessGroup, *, is_sharded: bool) -> None:
         self.loop, self.group, self.is_sharded, self.number = loop, group, is_sharded, 0
-        # What the optimizer steps for each parameter: itself, or a copy in float32.
+        # The tensor that the optimizer steps for each parameter: itself, or a copy in float32.
         self.stepped: dict[torch.Tensor, torch.Tensor] = {}
         self.optimizer: Any = None
         self.has_copies = "master_weights" in loop.flags and not is_sharded
@@ -107,12 +107,12 @@ class _Training:
     def build(self) -> None:
         loop, group, is_sharded, flags = self.loop, self.group, self.is_sharded, self.loop.flags
         self.output: Any = None
-        # Gradients that backward has reduced, and those of them that wait for the next mean.
+        # Gradients that backward has reduced, and the reduced gradients to which the next mean is added.
         self.reduced: dict[torch.Tensor, torch.Tensor] = {}
         self.apart: dict[torch.Tensor, torch.Tensor] = {}
         torch.manual_seed(loop.seed)
         sizes = (12, 24), (24, 20), (20, 6), (20, 6)
-        # Muon takes matrices alone.
+        # Muon accepts only matrices.
         layers = [nn.Linear(*size, bias=loop.optimizer != "Muon", dtype=torch.float64) for size in sizes]
         self.model: Any = _Model({**dict(zip(LAYERS, layers, strict=True)), "added": nn.ParameterList()})
         if "master_weights" in flags:
@@ -158,7 +158,7 @@ class _Training:
         self.scheduler: Any = getattr(lr_scheduler, name)(self.optimizer, **_SETTINGS[name]) if name else None
 
     def new_params(self) -> list[torch.Tensor]:
-        """Return what the optimizer steps for parameters that are new in the model."""
+        """Return the tensors that the optimizer steps for new parameters of the model."""
         new = [param for param in self.model.parameters() if param not in self.stepped]
         for param in new:
             is_copied = self.has_copies and param.dtype == torch.bfloat16
@@ -276,7 +276,7 @@ class _Training:
         return loss.detach()
 
     def keep_apart(self) -> None:
-        """Set reduced gradients aside, to which sharded ones add the next mean: DDP averages the sum another time."""
+        """Set reduced gradients aside: sharding adds the next mean to them, but DDP would average the sum again."""
         for param, grad in self.reduced.items():
             if param.grad is grad:
                 self.apart[param], param.grad = grad.clone(), None
@@ -306,10 +306,10 @@ class _Training:
 
     @torch.no_grad()
     def exchange(self, *, to_copies: bool) -> None:
-        """Set what is stepped by the parameters, or the parameters by what is stepped."""
+        """Copy the parameters to the copies that are stepped, or the copies to the parameters."""
         for param, copied in self.stepped.items():
             if to_copies and copied is not param:
-                # What was written to a parameter counts, where it is not the rounded copy.
+                # Where a parameter is not the rounded copy, it was written, and replaces the copy.
                 copied.copy_(torch.where(copied.to(param.dtype) == param, copied, param))
                 copied.grad = None if param.grad is None else param.grad.float()
             elif copied is not param:

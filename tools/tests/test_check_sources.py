@@ -16,4 +16,4 @@ def test_a_folder_above_its_ceiling_or_without_sources_is_told(tmp_path, monkeyp
     found = check_sources.main(tmp_path)
     # then the status and the table say whether it has too many.
     assert found == status
-    assert ("take something out of it" in capsys.readouterr().out) == bool(status)
+    assert ("remove lines from it" in capsys.readouterr().out) == bool(status)
