@@ -177,8 +177,8 @@ WRONG = {
     "test_fails_where_the_death_is_not_survived[2-gloo]": "rank 0 failed: RuntimeError",
     "test_differs_from_a_single_process": "tensor 'bias' on rank 0 of 2 differs from the single process's: largest "
     "difference 0.25 at (1,)",
-    "test_has_other_names": "the function returned tensors ['of 2', 'empty'], in a single process ['of 1', 'empty']",
-    "test_has_no_tensors": "train_nothing returned a str for '0'; it is to return tensors",
+    "test_has_other_names": "returned tensors ['of 2', 'empty'], but ['of 1', 'empty'] in a single process",
+    "test_has_no_tensors": "train_nothing returned a str for '0'; it must return tensors",
     "test_compares_on_a_rank[2-gloo]": "call it in an ordinary test, not on a rank",
 }
 

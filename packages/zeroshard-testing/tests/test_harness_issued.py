@@ -134,7 +134,7 @@ def test_the_order_of_what_cpp_has_issued_is_not_known():
 
 def test_a_world_of_its_own_on_every_rank_is_told():
     alone = RankState(True, begun={"0:0 0": 2})
-    assert find_worlds_of_one({0: alone, 1: alone}) == "each of 2 ranks made a default group of itself alone"
+    assert find_worlds_of_one({0: alone, 1: alone}) == "each of 2 ranks made a default group of only itself"
     for other in (RankState(True), RankState(True, begun={"0:0 0": 1, "0:0,1 1": 1}), RankState(True, groups={KEY: 0})):
         assert find_worlds_of_one({0: alone, 1: other}) is None
     assert find_worlds_of_one({0: alone}) is None
@@ -146,8 +146,8 @@ def begun(*groups: str) -> RankState:
 
 def test_groups_of_one_number_with_other_members_are_told():
     assert find_unequal_groups({0: begun("1:0,1", "2:0"), 1: begun("1:1", "2:0,1")}) == (
-        "group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call "
-        "new_group unequally, or in another order"
+        "group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: every "
+        "rank must make the same calls of new_group, in the same order"
     )
 
 

@@ -72,5 +72,5 @@ def test_stacks_that_hold_no_frame_of_the_test_are_whole():
 
 
 def test_raises_on_outside_of_ranks_says_so() -> None:
-    with pytest.raises(RuntimeError, match="this process is no rank"), raises_on(ranks=0):
+    with pytest.raises(RuntimeError, match="this process is not a rank"), raises_on(ranks=0):
         pass

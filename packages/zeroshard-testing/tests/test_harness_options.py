@@ -56,7 +56,7 @@ def test_a_required_backend_that_is_missing_fails(suite: RunSuite) -> None:
 def test_an_unknown_required_backend_is_refused(suite: RunSuite) -> None:
     done = suite("--ranks-require=nvlink", test_backends=BACKENDS)
     assert done.status == pytest.ExitCode.USAGE_ERROR
-    assert "no test asks for a backend 'nvlink'" in done.text
+    assert "no test uses backend 'nvlink'" in done.text
 
 
 def test_one_backend_can_be_selected(suite: RunSuite) -> None:
@@ -69,12 +69,12 @@ def test_one_backend_can_be_selected(suite: RunSuite) -> None:
     ("marker", "complaint"),
     [
         ("ranks()", "name at least one world size"),
-        ("ranks(0)", "a number of ranks is a positive int"),
-        ("ranks(2, backend=[3])", "backend is a name such as gloo"),
+        ("ranks(0)", "a number of ranks must be a positive int"),
+        ("ranks(2, backend=[3])", "backend must be a name such as gloo"),
         ('ranks(2, checks="no:deadlocks")', "turns nothing off; there are no:deadlock"),
         ('ranks(2, checks="no:order")', "and to turn on order"),
         ("ranks(2, time=3)", "unknown argument 'time'"),
-        ("ranks(2, fake_rank=1)", 'fake_rank goes with backend="fake"'),
+        ("ranks(2, fake_rank=1)", 'fake_rank needs backend="fake"'),
     ],
 )
 def test_a_marker_that_means_nothing_is_refused(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
@@ -88,7 +88,7 @@ def test_pdb_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it(): pass")
     result = pytester.runpytest_inprocess("--pdb")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--pdb and --trace cannot reach tests marked with ranks*another terminal*"])
+    result.stderr.fnmatch_lines(["*--pdb and --trace do not work in tests marked with ranks*another terminal*"])
 
 
 def test_a_rank_is_debugged_in_another_terminal(suite: RunSuite) -> None:
@@ -139,8 +139,8 @@ def test_a_timeout_is_that_of_the_run_unless_a_test_has_its_own(suite: RunSuite,
     ("option", "told"),
     [
         ("--override-ini=ranks_timeout=soon", "could not convert string to float: 'soon'"),
-        ("--ranks-timeout=-1", "a timeout is a positive number of seconds, not -1"),
-        ("--ranks-timeout=0", "a timeout is a positive number of seconds, not 0"),
+        ("--ranks-timeout=-1", "a timeout must be a positive number of seconds, not -1"),
+        ("--ranks-timeout=0", "a timeout must be a positive number of seconds, not 0"),
     ],
 )
 def test_a_timeout_that_is_no_positive_number_is_refused(suite: RunSuite, option: str, told: str) -> None:

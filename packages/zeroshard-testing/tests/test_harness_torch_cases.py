@@ -212,4 +212,4 @@ from zeroshard_testing.torch_cases import as_rank_tests
 as_rank_tests(unittest.TestCase, 2)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "TypeError: as_rank_tests takes a subclass of MultiProcessTestCase" in done.stderr
+    assert "TypeError: as_rank_tests expects a subclass of MultiProcessTestCase" in done.stderr

@@ -3,7 +3,7 @@
 Mark a test with ``@pytest.mark.ranks(2, 4)`` and it runs on every rank of a warm pool of worker processes, with
 `torch.distributed` initialised. Importing this package does not import torch.
 
-PYTEST_DONT_REWRITE: this package has no tests, and pytest warns of plugins that it cannot rewrite before import.
+PYTEST_DONT_REWRITE: without this word, pytest warns if the package is imported early; it has no tests to rewrite.
 """
 
 from __future__ import annotations

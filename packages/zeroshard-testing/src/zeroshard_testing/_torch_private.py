@@ -1,7 +1,7 @@
-"""Lists the private names of torch that this package uses, with reasons, and probes which of them work.
+"""Lists the private names of torch that this package uses, with reasons, and tests which of them work.
 
 If a later torch renames one, the checks that need it are off, and the header of the run names them with the reason. No
-check is off silently, and no correct test fails. So importing this module never raises.
+check is off silently, and no correct test fails. Importing this module never raises for a missing name.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 _NEVER_WAITING = ("elastic", "rpc", "launcher", "rendezvous.py")
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in _NEVER_WAITING)
 LOADED_LATE = re.compile(r"(torch|sympy|mpmath)\.(?!_inductor|testing\._internal)")
-"""Modules that torch loads on demand, which takes a second; without those that may start processes or use CUDA."""
+"""Modules that torch loads on demand, which takes a second, except modules that may start processes or use CUDA."""
 
 FUTURE = torch._C.Future
-"""The class of works, whose subclass is the public class. Waits for both are recorded."""
+"""The class of the futures of works; ``torch.futures.Future`` is a subclass. Waits for both are recorded."""
 
 RUN_CASE = "_run"
 """The method of PyTorch's MultiProcessTestCase that runs in the process of a rank; test classes override it."""
@@ -99,7 +99,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def count_groups_anew() -> None:
-    """Let torch name groups from 0 again, because a group that failed has taken a name on one rank."""
+    """Make torch name groups from 0 again, because a group that failed has used a name on one rank."""
     dist.distributed_c10d._world.group_count = 0
 
 
@@ -113,20 +113,20 @@ def group_constructor() -> Callable[..., Any]:
     """Return the function in which ranks connect to make a group; LookupError if torch has none with its arguments."""
     found = getattr(dist.distributed_c10d, GROUP_CONSTRUCTOR, None)
     if found is None or not inspect.signature(found).parameters.keys() >= _GROUP_ARGUMENTS:
-        raise LookupError(f"torch makes process groups by another function than {GROUP_CONSTRUCTOR}")
+        raise LookupError(f"torch makes process groups with a function other than {GROUP_CONSTRUCTOR}")
     return found  # type: ignore[no-any-return]
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
     """Return the number of operations of a group, from C++ too; RuntimeError if the backend does not count."""
     if any(device.type == "emu" for device in group._device_types):
-        # Since torch 2.14 this is the number of its gloo, which counts nothing on the emulated accelerator.
-        raise RuntimeError("a group with an emulated accelerator has no number for all of its backends")
+        # Since torch 2.14 this is the number of the group's gloo, which counts nothing on the emulated accelerator.
+        raise RuntimeError("a group with the emulated accelerator has no sequence number common to its backends")
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of a group's operations in seconds; infinity if the backend does not say."""
+    """Return the timeout of a group's operations in seconds; infinity if the backend does not report it."""
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except (RuntimeError, AttributeError):
@@ -188,7 +188,7 @@ def reduce_op_name(options: object) -> str:
 
 
 def completed_work() -> object:
-    """Return a work that has completed, for an operation that a fault drops."""
+    """Return a completed work, for an operation that a fault drops."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork()
@@ -212,11 +212,11 @@ def case_modules() -> tuple[Any, Any]:
 
 
 def probe() -> dict[str, str]:
-    """Return the checks that cannot work with this torch, with reasons, after a test in a process group of one."""
+    """Return the checks that cannot work with this torch, with reasons, after trying them in a group of one rank."""
     if not dist.is_gloo_available():
         return dict.fromkeys(("deadlock", "collectives", "messages"), "torch has no gloo to try them with")
     missing: dict[str, str] = {}
-    versions = f"torch is {torch.__version__}, and {TESTED_WITH} the newest tested"
+    versions = f"torch is {torch.__version__}; the newest tested is {TESTED_WITH}"
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     for try_it, checks in (
         (_probe_sequence, ("collectives", "deadlock")),
@@ -237,7 +237,7 @@ def _probe_sequence() -> None:
     before = sequence_number(group)
     dist.all_reduce(torch.ones(1))
     if sequence_number(group) != before + 1:
-        raise LookupError("torch does not count collectives any more")
+        raise LookupError("torch no longer counts collectives")
 
 
 def _probe_recorder() -> None:
@@ -256,7 +256,7 @@ def _probe_recorder() -> None:
 def _probe_methods() -> None:
     for name in ("send", "recv", "recv_anysource", "allreduce", "barrier"):
         if not hasattr(dist.ProcessGroup, name):
-            raise LookupError(f"torch's ProcessGroup has no method {name!r} any more")
+            raise LookupError(f"torch's ProcessGroup no longer has a method {name!r}")
 
 
 def register_device_module(name: str, module: ModuleType) -> None:

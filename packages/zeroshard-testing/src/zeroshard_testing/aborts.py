@@ -1,4 +1,4 @@
-"""Lets a rank report its state before C++ aborts it, as gloo does if tensors differ: the state explains the abort."""
+"""Makes a rank report its state before C++ aborts it, as gloo does if tensors differ: the state explains the abort."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _handlers: list[object] = []
 def call_before_abort(speak: Callable[[], object]) -> None:
     """Call a function when SIGABRT is about to end this process, in the thread that raised it.
 
-    Python's own handlers run in the main thread, which waits in C++ then. The handler of `faulthandler`, which must be
-    enabled after this call, calls the handler that it finds. Copies of this process that a test forks do not report.
+    Python's own handlers run in the main thread, which then waits in C++. The handler of `faulthandler`, which must be
+    enabled after this call, calls the handler that it finds. Processes that a test forks from this one do not report.
     """
     pid = os.getpid()
 

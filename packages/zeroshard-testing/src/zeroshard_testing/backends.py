@@ -48,7 +48,7 @@ def why_unavailable(spec: RanksSpec, found: Mapping[str, Any]) -> str | None:
         return f"torch {found['torch']} was built without {library}"
     version = found["nccl_version"]
     if spec.backend == "nccl" and devices < spec.world_size and tuple(version) < _NCCL_THAT_SHARES:
-        there_are = "there is 1" if devices == 1 else f"there are {devices}"
+        there_are = "this machine has 1" if devices == 1 else f"this machine has {devices}"
         return (
             f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {there_are} (NCCL shares one "
             f"from {'.'.join(map(str, _NCCL_THAT_SHARES))}, this is {'.'.join(map(str, version))})"

@@ -31,7 +31,7 @@ def run_on_ranks(
 
     Args:
         function: The function to call, with `torch.distributed` initialised. It is sent by cloudpickle if that is
-            installed, otherwise by pickle, which takes only functions of modules.
+            installed, otherwise by pickle, which accepts only functions defined in a module.
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
         backend: The backend, as for ``@pytest.mark.ranks``.
@@ -42,10 +42,10 @@ def run_on_ranks(
         **kwargs: Named arguments.
 
     Returns:
-        What was returned, by rank: tensors, numbers, strings, None, and lists, tuples and dicts of these.
+        The return value of each rank, in order: tensors, numbers, strings, None, and lists, tuples and dicts of these.
 
     Raises:
-        RanksFailure: If the function raised, ended, or left out a collective on a rank. The text names the cause first.
+        RanksFailure: If the function raised, ended, or left out a collective on a rank. It names the cause first.
         RuntimeError: If the caller is a rank, or the machine lacks the backend.
         TypeError: If the function or the arguments cannot be sent.
     """
@@ -83,10 +83,10 @@ def _pickled(value: object, name: str) -> bytes:
     try:
         import cloudpickle as pickler  # type: ignore[import-untyped]  # it has no types
 
-        advice = "make it in the function itself"
+        advice = "create it inside the function"
     except ImportError:
         pickler = pickle
-        advice = "install cloudpickle, or use a function of a module and arguments that pickle takes"
+        advice = "install cloudpickle, or use a function defined in a module, and arguments that pickle accepts"
     try:
         return bytes(pickler.dumps(value))
     except Exception as error:

@@ -1,6 +1,6 @@
 """Measures coverage of the lines that run on ranks, if pytest-cov measures the controller.
 
-Each worker writes a data file beside the controller's, and pytest-cov combines them. A killed worker writes none.
+Each worker writes a data file next to the controller's, and pytest-cov combines them. A killed worker writes none.
 """
 
 from __future__ import annotations

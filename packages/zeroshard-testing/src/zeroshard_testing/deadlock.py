@@ -45,14 +45,14 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
         return _group_is_never_made(awaited, states)
     others = [other for other in states if other != rank]
     if any(one.kind in ("store", "group") for other in others for one in states[other].awaited):
-        # Two ranks that meet over a store may be about to find each other.
+        # Two ranks that both wait for the store may be about to find each other.
         return None
     return f"stuck waiting for a key of a store: {_fates(others, states)}"
 
 
 def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> str | None:
-    """Return True if a member has not begun to make the group that a rank is making."""
-    # Each time that the group is made, every one of its members takes its place.
+    """Return why the group that a rank is making is never made: a member has not begun; None if it may be made."""
+    # Each time that the group is made, every member takes its place.
     begun = sum((Counter(state.begun) for state in states.values()), Counter[str]())
     members = enumerate(group_members(awaited.group))
     absent = [member for place, member in members if begun[f"{awaited.group} {place}"] <= awaited.number]
@@ -63,7 +63,7 @@ def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> s
 
 
 def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> str | None:
-    """Return True if every pending collective of a rank lacks a member, or meets another collective there."""
+    """Return why no pending collective of a rank completes: each lacks a member, or differs there; None if one may."""
     reasons = [
         _lacks(key, number, operation, rank, states)
         for key, group in states[rank].groups.items()

@@ -25,9 +25,9 @@ _LAUNCHER = {"run", "_dist_run", "_launch_procs", "_launch_daemonic_procs", "_la
 class DistributedTest:
     """Base class of tests that run on ranks; ``@pytest.mark.world_size(n)`` on a method goes before `world_size`.
 
-    It has the attributes of DeepSpeed's class. A `backend` of None is ``"nccl"`` where there is CUDA, and ``"gloo"``
-    elsewhere; `exec_timeout` is in seconds; `requires_cuda_env` is False unless said. `reuse_dist_env` and
-    `non_daemonic_procs` have no effect: workers are kept anyway, and may start processes.
+    It has the attributes of DeepSpeed's class. A `backend` of None is ``"nccl"`` if CUDA is available, otherwise
+    ``"gloo"``; `exec_timeout` is in seconds; `requires_cuda_env` is False by default. `reuse_dist_env` and
+    `non_daemonic_procs` have no effect: workers are always kept, and may start processes.
     """
 
     world_size: int | Sequence[int] = 2
@@ -43,7 +43,7 @@ class DistributedTest:
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if own := sorted(_LAUNCHER & set(vars(cls))):
-            raise TypeError(f"{cls.__name__}.{own[0]}: how ranks are started cannot be overridden; drop the method")
+            raise TypeError(f"{cls.__name__}.{own[0]}: how ranks are started cannot be overridden; remove the method")
         for name, test in inspect.getmembers(cls, inspect.isfunction):
             if name.startswith("test"):
                 setattr(cls, name, _marked(getattr(test, "_unmarked", test), cls))
@@ -60,7 +60,7 @@ class DistributedTest:
         if "world_size" in request.fixturenames and str(request.getfixturevalue("world_size")) != size:
             pytest.fail("a DistributedTest takes its world sizes from @pytest.mark.world_size([2, 4]) only", False)
         if self.requires_cuda_env and not _cuda():
-            pytest.skip("only supported where there is CUDA")
+            pytest.skip("this test needs CUDA")
         monkeypatch.setenv("LOCAL_SIZE", size)
         for name in () if self.set_dist_env else ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)

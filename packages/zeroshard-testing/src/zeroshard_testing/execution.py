@@ -60,7 +60,7 @@ class Rank:
             if message["backend"] == "emulated" and outcome.kind in (kinds.SKIPPED, kinds.XFAILED):
                 from zeroshard_testing.emulated import runtime
 
-                # The other ranks do not wait for this rank here.
+                # Otherwise the other ranks would wait for this rank at their end.
                 runtime.end_groups(self._faults)
             result = getattr(item, "result", b"")
             unreached = [] if "faults" in message["checks_off"] else self._faults._unreached()
@@ -114,7 +114,7 @@ class Rank:
             )
         if message["init"]:
             self.groups.begin(message)
-        # The inspector knows nothing of a rank before this, because the test does not make its group.
+        # After the group is made, because the inspector must not count it as made by the test.
         self.inspector.begin(message["run"], message["timeout"], message["rank"], message["world_size"])
         self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(**self._values(message))
@@ -191,7 +191,7 @@ def _of_exception(error: BaseException) -> Outcome:
 
 
 class CallItem(pytest.Item):
-    """Calls a function in place of a test. `torch.load` with ``weights_only=True`` must be able to read the result."""
+    """Calls a function instead of a test. `torch.load` with ``weights_only=True`` must be able to read the result."""
 
     call: Callable[[], object]
     result = b""
@@ -202,7 +202,7 @@ class CallItem(pytest.Item):
         self.result = _dumped(self.call())
 
     def _traceback_filter(self, info: pytest.ExceptionInfo[BaseException]) -> Any:  # noqa: ANN401 - private to pytest
-        """Render the traceback above the call, as pytest does for a test."""
+        """Leave frames of the harness out of the traceback, as pytest does for a test."""
         return info.traceback.cut(path=__file__).filter(info)
 
 

@@ -41,9 +41,9 @@ class Faults:
     since the call. ``"all_reduce#3"`` is the third ``all_reduce`` of the rank, in any group and thread, ``"send"`` the
     first ``send``, and ``"recv#*"`` every ``recv``. A place that names no operation raises ValueError.
 
-    The fault strikes before the operation is issued. Only what is issued from Python is seen: the reductions that
-    DistributedDataParallel makes without a communication hook are not. A rank that its own fault ends or stops counts
-    as passed. A fault whose place is never reached fails the test.
+    The fault strikes before the operation is issued. Only operations that Python issues count, so not the reductions
+    that DistributedDataParallel issues without a communication hook. A rank that its own fault ends or stops counts as
+    passed. A fault whose place is never reached fails the test.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -73,7 +73,7 @@ class Faults:
         self._add("drop", rank, at, private.completed_work)
 
     def raise_(self, rank: int, at: str, error: BaseException) -> None:
-        """Raise an exception in place of an operation."""
+        """Raise an exception instead of issuing an operation."""
         self._add("raise_", rank, at, partial(_raise, error))
 
     def _add(self, kind: str, rank: int, at: str, act: Callable[[], object | None]) -> None:
@@ -81,11 +81,11 @@ class Faults:
         operations = {"send", "recv", *(title for title, _ in private.GROUP_METHODS.values())}
         if place is None or place[1] not in operations or place[2] == "0":
             raise ValueError(
-                f"{at!r} names no operation: write such as 'all_reduce', 'all_reduce#3' or 'send#*', with one of "
+                f"{at!r} names no operation: write, for example, 'all_reduce', 'all_reduce#3' or 'send#*', with one of "
                 f"{', '.join(sorted(operations))}"
             )
         if rank not in range(self._world_size):
-            raise ValueError(f"{kind}: there is no rank {rank!r} among {self._world_size}")
+            raise ValueError(f"{kind}: rank {rank!r} is not one of the {self._world_size} ranks")
         self.were_asked_for = True
         if rank == self._rank:
             number = None if place[2] == "*" else int(place[2] or 1)

@@ -84,7 +84,7 @@ class _Server:
                 kill_group(self._children[message["id"]])
             return
         for name in message.get("preload", ()) if self._preloads else ():
-            # Load what a worker whose test failed has loaded, so that its successors need not.
+            # Load the modules that a worker loaded before its test failed, so that later workers need not.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         # Pages stay shared with the workers as long as the garbage collector does not write to them.

@@ -1,4 +1,4 @@
-"""Messages between the controller and its processes: framed JSON, with bytes and file descriptors beside it."""
+"""Messages between the controller and its processes: framed JSON, with bytes and file descriptors."""
 
 from __future__ import annotations
 

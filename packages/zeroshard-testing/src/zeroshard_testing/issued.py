@@ -24,7 +24,7 @@ _SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduc
 _LISTS = ("all_gather", "reduce_scatter")
 """Collectives for which Python records the tensors of all ranks, and the flight recorder only this rank's."""
 _SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE), *_LISTS, "gather", "scatter")
-"""Collectives in which all ranks must pass equally many elements; in others only the dtype must be equal."""
+"""Collectives in which all ranks must pass the same number of elements; in others only the dtype must be equal."""
 
 
 def find_mismatch(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> str | None:
@@ -61,7 +61,7 @@ def find_unequal_groups(states: Mapping[int, RankState]) -> str | None:
             if ours and theirs and any(len(group_members(key)) > 1 for key in ours | theirs):
                 here_is, there_is = (group_label(min(keys), 0) for keys in (ours, theirs))
                 text = f"group {number!r} is {here_is} on rank {one}, and {there_is} on rank {other}"
-                return f"{text}: ranks call new_group unequally, or in another order"
+                return f"{text}: every rank must make the same calls of new_group, in the same order"
     return None
 
 
@@ -83,7 +83,7 @@ def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
 
 
 def find_left_out(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> dict[int, str]:
-    """Return the collectives that ranks left out, as text by rank, once all have ended. Failures may be an excuse."""
+    """Return the collectives that ranks left out, as text by rank, after all have ended. Failures may be an excuse."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         most, group = max(groups.items(), key=lambda item: item[1].issued)
@@ -95,10 +95,10 @@ def find_left_out(states: Mapping[int, RankState], *, excuses_failures: bool = T
 
 
 def find_worlds_of_one(states: Mapping[int, RankState]) -> str | None:
-    """Return a text if each of several finished ranks made a default group of its own alone; None otherwise."""
+    """Return a text if each of several finished ranks made a default group of only itself; None otherwise."""
     alone = [state.begun.keys() == {f"{WORLD_OF_ONE} 0"} and not state.groups for state in states.values()]
     is_found = len(alone) > 1 and all(alone)
-    return f"each of {len(states)} ranks made a default group of itself alone" if is_found else None
+    return f"each of {len(states)} ranks made a default group of only itself" if is_found else None
 
 
 def find_crossed(states: Mapping[int, RankState]) -> str | None:
@@ -161,7 +161,7 @@ def differ(one: Operation, other: Operation) -> bool:
 
 
 def _other_strides(one: Operation, other: Operation) -> bool:
-    """Return True if tensors of one shape differ in layout and torch sends memory as it is. torch copies lists."""
+    """Return True if tensors of one shape differ in layout and torch sends their memory unchanged; it copies lists."""
     if one.name in _LISTS or not (one.from_python and other.from_python):
         return False
     pairs = zip(one.layouts, other.layouts, strict=False)

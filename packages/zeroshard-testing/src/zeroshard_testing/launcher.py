@@ -19,15 +19,15 @@ from typing import IO
 
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 
-# Seconds in which a process must be ready; the first one loads torch, perhaps from a cold disk.
+# Seconds within which a process must be ready; the first one loads torch, perhaps from a cold disk.
 _BOOT_TIMEOUT = 120.0
-# Seconds until a worker that does not take its message counts as gone.
+# Seconds until a worker that does not read its message counts as gone.
 _SEND_TIMEOUT = 60.0
 _EXIT_TIMEOUT = 10.0
 
 
 class LaunchError(RuntimeError):
-    """Raised if the worker processes cannot be started. The text shows the output of the failing process."""
+    """Raised if the worker processes cannot be started. The message shows the output of the failing process."""
 
 
 @dataclass
@@ -48,17 +48,17 @@ class Child:
     ready: Message = field(default_factory=dict)
 
     def output(self) -> list[tuple[str, str]]:
-        """Return its output since `forget_output`, by stream, without unused streams."""
+        """Return the output since `forget_output` as pairs of stream and text, without unused streams."""
         written = {"stdout": text_of(self.stdout), "stderr": text_of(self.stderr)}
         return [(stream, text) for stream, text in written.items() if text]
 
     def forget_output(self) -> None:
-        """Empty its files. Called before a test."""
+        """Empty the files of the process. Called before a test."""
         for file in (self.stdout, self.stderr, self.stacks):
             os.ftruncate(file.fileno(), 0)
 
     def close(self) -> None:
-        """Close the controller's end of everything. Safe to call repeatedly."""
+        """Close the controller's end of the channel and the files. Safe to call repeatedly."""
         for end in (self.channel, self.stdout, self.stderr, self.stacks):
             end.close()
 
@@ -108,7 +108,7 @@ class Launcher:
         return child
 
     def kill(self, child: Child) -> None:
-        """End a process and its children at once. Its handle must not be used afterwards."""
+        """End a process and its children immediately. The handle must not be used afterwards."""
         child.close()
         if self._children.pop(child.identity, None) is not None and child.status is None:
             with suppress(ClosedError):
@@ -144,7 +144,7 @@ class Launcher:
                 _take_readiness(waiting[channel])
 
     def take_news(self) -> None:
-        """Update process ids and exit statuses, at once. Raises LaunchError if no process can be started."""
+        """Update process ids and exit statuses without waiting. Raises LaunchError if no process can be started."""
         if not readable_channels(self.news, 0):
             return
         try:
@@ -160,11 +160,11 @@ class Launcher:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         written = text_of(self._log) or "(nothing)"
-        return LaunchError(f"the forkserver is gone (exit status {self._process.poll()}). It wrote:\n{written}")
+        return LaunchError(f"the forkserver has ended (exit status {self._process.poll()}). It wrote:\n{written}")
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """Return the command of an interpreter that finds modules as this one does, and calls ``main`` of a module."""
+    """Return the command of an interpreter with this one's import path that calls ``main`` of a module."""
     program = (
         "import importlib, json, sys; sys.path[:], module, arguments = json.loads(sys.argv[1]); "
         "importlib.import_module(module).main(*arguments)"
@@ -183,7 +183,7 @@ def _new_file() -> IO[bytes]:
 
 
 def _new_channel() -> tuple[Channel, socket.socket]:
-    """Return the controller's end of a new control channel, and the other one."""
+    """Return the controller's end of a new control channel, and the worker's end."""
     ours, theirs = socket.socketpair()
     ours.settimeout(_SEND_TIMEOUT)
     return Channel(ours), theirs

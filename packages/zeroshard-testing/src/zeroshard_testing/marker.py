@@ -1,4 +1,4 @@
-"""Makes tests from a ``ranks`` marker, one for each world size and backend, and fixtures for marked tests alone."""
+"""Makes tests from a ``ranks`` marker, one for each world size and backend, and fixtures for marked tests only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _made: set[Callable[..., Any]] = set()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each world size and backend that the nearest marker names; CollectError if it is invalid."""
+    """Make a test for each world size and backend that the nearest marker names; CollectError if it is invalid."""
     specs = _marked_specs(metafunc.definition)
     if specs:
         metafunc.fixturenames.append(SPEC_FIXTURE)
@@ -34,7 +34,7 @@ def spec_of(item: pytest.Item) -> RanksSpec | None:
 
 
 def place_of(node: Any) -> str:  # noqa: ANN401 - a node of pytest, whose base class is not exported
-    """Return a name of a node that is equal in every process. Its id is not, if a file is outside the root folder."""
+    """Return a name of a node that is equal in every process; its id differs if the file is outside the root folder."""
     below = dropwhile(lambda one: not isinstance(one, pytest.File), node.listchain())
     return "::".join([str(node.path), *[one.name for one in below][1:]])
 
@@ -58,8 +58,8 @@ def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> 
 
     Args:
         function: The function or method of the fixture, with ``return`` or ``yield``.
-        **options: ``scope``, ``params``, ``autouse``, ``ids`` and ``name``, as for `pytest.fixture`. A scope wider than
-            ``"function"`` lives until pytest would end it, and outlives the process group, which is each test's own.
+        **options: ``scope``, ``params``, ``autouse``, ``ids`` and ``name``, as for `pytest.fixture`. A fixture of a
+            wider scope than ``"function"`` ends when pytest ends it, after the process group, which is each test's own.
 
     Returns:
         The fixture, or a decorator if there is no function.

@@ -18,23 +18,23 @@ from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.snapshots import Snapshots
 from zeroshard_testing.stacks import readable_stacks
 
-# Seconds in which the other ranks may reach an outcome of their own after the first failure: processor time while they
-# compute, because they may share processors with other programs, and the limit of seconds in total.
+# Seconds that the other ranks have to reach an outcome of their own after the first failure: in processor time while
+# they compute, because they may share processors with other programs; and the limit in total.
 _GRACE = 0.5
 _LONGEST_GRACE = 10.0
-# Interval in seconds of the checks whether ranks compute.
+# Interval between checks whether ranks compute, in seconds.
 _LOOK = 0.1
 # Shorter after a death, because the outcomes of other ranks are not the cause.
 _GRACE_AFTER_DEATH = 0.04
 _IMPORT_TIMEOUT = 300.0
-# Seconds in which the status of a worker whose channel has ended must be known.
+# Seconds within which the status of a worker must be known after its channel has ended.
 _STATUS_TIMEOUT = 2.0
 
 
 class Monitor:
     """Watches one test from its start on ``workers``, by slot, to the last outcome.
 
-    Ignores reports of other runs than ``run``. The time of imports does not count towards ``timeout``.
+    Ignores reports of runs other than ``run``. The time of imports does not count towards ``timeout``.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Monitor:
 
     def outcomes(self) -> list[Outcome]:
         """Wait until every rank has reported, died, or been given up, and return an outcome for every slot."""
-        # A rank whose channel has ended gets its outcome when its status is known; one that its own fault has stopped
-        # for good, when all others have an outcome.
+        # A rank whose channel has ended gets its outcome when its status is known. A rank that its own fault has
+        # stopped for good gets it when all others have an outcome.
         while self._ended or any(self._faulted.get(slot) != "stop" for slot in self._out()):
             now = time.monotonic()
             if now >= self._end():
@@ -149,7 +149,7 @@ class Monitor:
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
-        # Only after all ranks have ended it is known whether a failure is the expected one.
+        # Whether a failure is the expected one is known only after all ranks have ended.
         if not outcome.is_clean and outcome.kind != kinds.XFAILED:
             is_death, now = outcome.kind == kinds.DIED, time.monotonic()
             self._grace_ends = min(self._grace_ends, now + (_GRACE_AFTER_DEATH if is_death else _GRACE))
@@ -162,7 +162,7 @@ class Monitor:
                 self._ran = {other for other in self._used if is_running(self._workers[other].pid)}
 
     def _computes(self, now: float) -> bool:
-        """Return True if a rank without an outcome computes, and has used less than its time for that."""
+        """Return True if a rank without an outcome computes, and has used less than ``_GRACE`` of processor time."""
         if self._ended or now >= min(self._deadline, self._failed_at + _LONGEST_GRACE):
             return False
         used = {slot: processor_time(self._workers[slot].pid) for slot in self._out() if slot in self._used}
@@ -209,14 +209,14 @@ class Monitor:
             self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail)
 
     def _notice_unmatched(self) -> None:
-        """Replace a pass by a failure on ranks that left out a collective or a message."""
+        """Replace a pass with a failure on ranks that left out a collective or a message."""
         if any(outcome.kind not in (kinds.PASSED, kinds.XPASSED) for outcome in self._outcomes.values()):
             return
         for slot, text in self._snapshots.unmatched(self._checks_off).items():
             self._outcomes[slot] = Outcome(kinds.FAILED, text)
 
     def _explain_failures(self) -> None:
-        """Add to outcomes of aborted and failed ranks the operation in which ranks differed."""
+        """Add the operation in which ranks differed to the outcomes of aborted and failed ranks."""
         aborted = [slot for slot, child in enumerate(self._workers) if child.status == -signal.SIGABRT]
         failed = [slot for slot, outcome in self._outcomes.items() if outcome.kind == kinds.FAILED]
         raised = [] if "collectives" in self._checks_off else failed
@@ -252,7 +252,7 @@ class Monitor:
             elif timed_out:
                 summary = f"timed out: no outcome after {self._timeout:g} s{f'; {mismatch}' if mismatch else ''}"
             else:
-                summary = "was stopped: still running when another rank had failed"
+                summary = "was stopped: still running after another rank had failed"
             kind = kinds.TIMED_OUT if timed_out else kinds.STOPPED
             self._outcomes[slot] = Outcome(kind, summary, seen.get(slot, ""))
 

@@ -38,12 +38,12 @@ def is_echo(text: str) -> bool:
 class Outcome:
     """How a test ended on one rank, as that rank reported it or as the controller found it.
 
-    ``summary`` is one line: the exception, the reason of a skip, how the process ended. ``detail`` is the traceback, or
-    the Python stacks of a rank that was stopped, ``moment`` seconds on the machine's monotonic clock, to tell what came
-    first. ``path`` and ``line`` (1-based) say where it was raised, empty and 0 if unknown. ``warnings`` are category,
-    text, file and line of each, ``sections`` the sections of pytest's report, to which the controller adds standard
-    output and error, ``properties`` the values of ``record_property``. A failure is expected ``by_mark``, or by a call
-    of `pytest.xfail`.
+    ``summary`` is one line: the exception, the reason of a skip, or how the process ended. ``detail`` is the traceback,
+    or the Python stacks of a rank that was stopped. ``moment`` is in seconds on the machine's monotonic clock, to order
+    outcomes. ``path`` and ``line`` (1-based) say where it was raised; '' and 0 if unknown. ``warnings`` has category,
+    text, file and line of each; ``sections`` the sections of pytest's report, to which the controller adds standard
+    output and error; ``properties`` the values of ``record_property``. If ``by_mark``, a mark expected the failure,
+    otherwise a call of `pytest.xfail`.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def predicate(self) -> str:
-        """The predicate for ranks with this outcome, such as ``"was killed by SIGKILL"``."""
+        """The predicate of ranks with this outcome in a report, such as ``"was killed by SIGKILL"``."""
         if self.kind == FAILED and not self.summary.startswith(
             ("called ", "returned without", "left ", "passed, but ", "passed although")
         ):
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """True if the rank ended by itself, and other ranks may continue for any time."""
+        """True if the rank ended by itself, and other ranks may continue without a limit."""
         return self.kind in (PASSED, SKIPPED, XPASSED, FAULTED)
 
     def to_message(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The pytest plugin: options, the ``ranks`` marker, and replacements of rank fixtures in tests without ranks."""
+"""The pytest plugin: options, the ``ranks`` marker, and rank fixtures that fail tests without the marker."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAMES",
         default="",
         type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
-        help=f"fail, instead of skipping, tests whose backend is missing here: a comma-separated list of {names}, ...",
+        help=f"fail tests of these backends if the backend is missing, instead of skipping them: {names}, ...",
     )
-    group.addoption("--ranks-logs", metavar="DIR", help="where failing tests leave log files, by default pytest's")
+    group.addoption("--ranks-logs", metavar="DIR", help="folder for logs of failing tests; default: pytest's")
     group.addoption("--ranks-launch", choices=["forkserver", "spawn"], default="forkserver", help="how workers start")
-    group.addoption("--ranks-timeout", metavar="SECONDS", type=float, help="of tests that name no timeout themselves")
-    parser.addini("ranks_timeout", "seconds, of tests on ranks that name no timeout themselves", default="60")
+    group.addoption("--ranks-timeout", metavar="SECONDS", type=float, help="timeout of tests whose marker sets none")
+    parser.addini("ranks_timeout", "timeout in seconds of tests on ranks whose marker sets none", default="60")
     parser.addini("ranks_checks", f"checks to turn off, such as no:messages: {', '.join(CHECKS)}", "args", [])
 
 
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each world size and backend that the nearest marker names."""
+    """Make a test for each world size and backend that the nearest marker names."""
     parametrize(metafunc)
 
 
@@ -66,13 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known = {*BACKENDS.values(), *backends.values()}
     for name in config.getoption("--ranks-require"):
         if name not in known and not config.option.collectonly:
-            raise pytest.UsageError(f"--ranks-require: no test asks for a backend {name!r}; there are {sorted(known)}")
+            raise pytest.UsageError(f"--ranks-require: no test uses backend {name!r}; choose from {sorted(known)}")
     if chosen is not None:
         config.hook.pytest_deselected(items=[item for item in items if backends.get(item) != chosen])
         items[:] = [item for item in items if backends.get(item) == chosen]
     for item in items:
         if item not in backends and hasattr(item, "_fixtureinfo"):
-            # Done again for doctests, and because pytest restores the fixtures of tests with parameters.
+            # Repeated for doctests, and because pytest restores the fixtures of tests with parameters.
             leave_out_rank_fixtures(item)
 
 
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the failures of the ranks in place of the traceback of the controller."""
+    """Show the failures of the ranks instead of the controller's traceback."""
     report = yield
     failure = None if call.excinfo is None else call.excinfo.value
     if isinstance(failure, RanksFailure):
@@ -98,9 +98,9 @@ def pytest_runtest_makereport(
 
 def _refused(name: str) -> Any:  # noqa: ANN401 - pytest's fixture object, whose type is private
     def fixture() -> None:
-        pytest.fail(f"the test asks for a rank's fixture, {name!r}: mark it with @pytest.mark.ranks(2)", False)
+        pytest.fail(f"the test requests the rank fixture {name!r}: mark it with @pytest.mark.ranks(2)", False)
 
-    fixture.__doc__ = f"{name} of the rank, in tests marked with ranks."
+    fixture.__doc__ = f"The rank fixture {name}, for tests marked with ranks."
     # Fixtures of all scopes may request it.
     return pytest.fixture(fixture, name=name, scope="session")
 

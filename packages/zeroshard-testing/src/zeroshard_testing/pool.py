@@ -19,7 +19,7 @@ from zeroshard_testing.spec import OPTIONAL_CHECKS, RanksSpec
 from zeroshard_testing.stacks import readable_stacks
 
 _PATIENCE = 30.0
-"""Seconds in which workers between tests must tear down fixtures, and end."""
+"""Seconds within which workers between tests must tear down fixtures, and end."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Pool:
     def run(
         self, spec: RanksSpec, message: Mapping[str, object], payload: bytes
     ) -> tuple[dict[int, Outcome], dict[int, bytes]]:
-        """Run a test, or the call in ``payload``, on its ranks, and return its outcomes and what a call returned there.
+        """Run a test, or the call in ``payload``, on its ranks. Return outcomes and the results of a call, by rank.
 
         ``message`` is the part of the request that is the same for all ranks; see `zeroshard_testing.execution`. Unless
         all ranks pass or skip, the workers are replaced. Raises LaunchError if workers cannot be started.
@@ -82,7 +82,7 @@ class Pool:
             if is_clean and not is_reusable and self._coverage is not None:
                 self._ask(crew.workers, {"op": "finish"})
         finally:
-            # Also after Ctrl-C, because a worker in the middle of a test cannot run the next one.
+            # Even after Ctrl-C, because a worker in the middle of a test cannot run the next one.
             if not is_reusable:
                 self._discard(spec.test_id)
         if not is_reusable:
@@ -94,7 +94,7 @@ class Pool:
         return outcomes, {spec.ranks[slot]: data for slot, data in monitor.returned.items()}
 
     def tear_down(self, keep: Sequence[str]) -> list[str]:
-        """Tear down fixtures of other nodes than ``keep`` on workers between tests, and return the errors as text."""
+        """Tear down fixtures of nodes not in ``keep`` on workers between tests, and return the errors as text."""
         crews = [crew for crew in self._crews.values() if not crew.held <= set(keep)]
         return [error for crew in crews for error in self._tear_down(crew, keep)]
 
@@ -109,7 +109,7 @@ class Pool:
         return [f"rank {slot}, {title}:\n{error}" for slot, error in sorted(errors.items()) if error]
 
     def finish(self) -> None:
-        """Tear down all fixtures, wait until every worker ends, and record workers that had died before."""
+        """Tear down all fixtures, wait until every worker ends, and record workers that died earlier."""
         self._late_deaths += self.tear_down(())
         self._launcher.take_news()
         for key, crew in list(self._crews.items()):
@@ -131,7 +131,7 @@ class Pool:
         """Return live and ready workers, one for each process that the spec needs."""
         self._launcher.take_news()
         if self._store is not None and self._store.status is not None:
-            # A worker whose store is gone cannot make another group.
+            # A worker cannot make another group without the store.
             self._launcher.kill(self._store)
             self._store = None
             for key in list(self._crews):

@@ -45,7 +45,7 @@ class GroupKeeper:
     def begin(self, message: Message) -> None:
         """Initialise the default process group that a test needs, unless it exists with the same key.
 
-        The key is the message's ``group``, and the number of times that tests lost it. It is equal on all its ranks.
+        The key is the message's ``group`` and how often tests lost that group. It is equal on all its ranks.
         """
         key, backend, rank = message["group"], message["backend"], message["rank"]
         if message["isolation"] == "none":
@@ -61,7 +61,7 @@ class GroupKeeper:
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import BACKEND
 
-            # Its error names a collective that a rank leaves out, which no stack shows.
+            # Shorter than the test's, because its error names a collective that a rank left out, which no stack shows.
             name, timeout = BACKEND, message["timeout"] * _EMULATED_TIMEOUT
         store = fake_store() if backend == "fake" else PrefixStore(key, self._store)
         limit = timedelta(seconds=timeout)
@@ -79,7 +79,7 @@ class GroupKeeper:
             self._store.add(f"{message['group']} lost", 1)
 
     def retire(self) -> None:
-        """Uninitialise `torch.distributed` at once and close the groups' connections in the background."""
+        """Uninitialise `torch.distributed` now, and close the groups' connections in the background."""
         self._current = self._shared = None
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import close_groups
@@ -88,7 +88,7 @@ class GroupKeeper:
             close_groups()
         if not dist.is_initialized():
             return
-        # Also the groups that the test made.
+        # Including the groups that the test made.
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
@@ -100,7 +100,7 @@ class GroupKeeper:
 
 
 def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:
-    """Wait until all ranks have made the group. A rank that left earlier would close connections in the making."""
+    """Wait until all ranks have made the group, because a rank that left earlier would close connections too early."""
     if world_size > 1:
         if store.add("zeroshard: ranks that have made the group", 1) == world_size:
             store.set("zeroshard: all have made the group", "")

@@ -90,7 +90,7 @@ class ProcessState:
         return {**environment, **settings, "cwd": os.getcwd(), "sys.path": list(sys.path)}  # noqa: PTH109 - a string
 
     def hold(self, before: Mapping[Any, Any]) -> Callable[[], object]:
-        """Keep changes since `seen` returned ``before`` from test to test. The returned function ends that."""
+        """Keep the changes since `seen` returned ``before`` in later tests, until the returned function is called."""
         now, holder = self.seen(), object()
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         self._held[holder] = {key: now.get(key) for key in changed}
@@ -118,7 +118,7 @@ def _accessors(read: Callable[..., Any], write: Callable[..., Any], *target: obj
 
 
 def _set_default_device(device: torch.device) -> None:
-    # None is the CPU without a mode that looks at every call.
+    # None means the CPU, without a mode that intercepts every call.
     torch.set_default_device(None if device == torch.device("cpu") else device)
 
 
@@ -170,7 +170,7 @@ _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
     (*_accessors(torch.get_autocast_dtype, torch.set_autocast_dtype, "cpu"), torch.bfloat16),
     (*_accessors(getattr, setattr, distributed_c10d, "default_pg_timeout"), distributed_c10d.default_pg_timeout),
     (*_accessors(getattr, setattr, torch.utils.deterministic, "fill_uninitialized_memory"), True),
-    # There is no other way to find out; Python's own floats are flushed, too.
+    # torch has no function that returns it; Python's own floats are flushed, too.
     (lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False),
     (lambda: any(module_hooks()), _set_module_hooks, any(module_hooks())),
     (*_accessors(getattr, setattr, torch.backends.cudnn, "benchmark"), False),

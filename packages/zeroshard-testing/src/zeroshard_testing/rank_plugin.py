@@ -1,4 +1,4 @@
-"""The plugin of a worker's pytest: it runs the tests that the controller names, and keeps reports to return them."""
+"""The plugin of a worker's pytest. It runs the tests that the controller names, and keeps their reports to return."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reports:
 
 
 class RankPlugin:
-    """The plugin of every worker, registered as `name`. It calls ``body`` in place of collection."""
+    """The plugin of every worker, registered as `name`. It calls ``body`` instead of collecting tests."""
 
     name = "zeroshard-rank"
     state: ProcessState
@@ -54,7 +54,7 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
-        """Serve the controller in place of collection."""
+        """Serve the controller instead of collecting tests."""
         self._body(session)
         return True
 

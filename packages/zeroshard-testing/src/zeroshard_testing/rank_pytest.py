@@ -1,7 +1,7 @@
 """The pytest of a worker: configured as the controller's, without plugins that belong to a run rather than to a test.
 
 A rank collects a test's file and runs its setup, call and teardown by itself, so that pytest behaves on ranks as it
-does elsewhere. The controller alone handles the run: reports, distribution, reruns, coverage, timeouts.
+does elsewhere. Only the controller handles the run: reports, distribution, reruns, coverage, timeouts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def description_of(config: pytest.Config | None) -> Message:
 
 
 def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Session], None]) -> None:
-    """Load torch, configure pytest as `description_of` says, and call ``body`` in place of collection."""
+    """Load torch, configure pytest as `description_of` says, and call ``body`` instead of collecting tests."""
     # Before pytest is configured, because its filter of warnings is for tests, not for modules of torch.
     import torch
 
@@ -136,7 +136,7 @@ class Collector:
             ) from None
 
     def collect(self, path: str) -> None:
-        """Import a test file and the conftest files that hold for it, as pytest does, or raise CollectionFailure."""
+        """Import a test file and the conftest files that apply to it, as pytest does, or raise CollectionFailure."""
         plugins = self._session.config.pluginmanager.get_plugins()
         self._path = Path(path)
         self._failures.clear()

@@ -25,7 +25,7 @@ def set_rank_values(**values: object) -> None:
 def rank_and_world_size() -> tuple[int, int]:
     """Return values of the fixtures of the current test, even if it makes no process group."""
     if not _current:
-        raise RuntimeError("this process is no rank: there is neither a process group nor a test on ranks")
+        raise RuntimeError("this process is not a rank: it has no process group, and runs no test on ranks")
     return _current["rank"], _current["world_size"]
 
 

@@ -20,7 +20,7 @@ def assert_replicas_equal(
 ) -> None:
     """Assert that every rank of a group holds bitwise the same tensors. Collective: all ranks of the group call it.
 
-    NaNs with equal bits are equal, and 0.0 differs from -0.0. Ranks compare SHA-256 digests. If one differs, a rank
+    NaNs with equal bits are equal, and 0.0 differs from -0.0. Ranks compare SHA-256 digests. If one differs, each rank
     needs memory for two copies of that tensor.
 
     Args:
@@ -29,9 +29,9 @@ def assert_replicas_equal(
         group: The ranks to compare; all ranks by default.
 
     Raises:
-        AssertionError: On every rank, with the same text, if anything differs: the number of tensors, a name, shape or
-            dtype, or a bit. It names the first tensor that differs, and the first rank whose tensor differs from the
-            tensor of the group's first rank.
+        AssertionError: On every rank, with the same text, if the number of tensors, a name, shape or dtype, or a bit
+            differs. It names the first tensor that differs, and the first rank whose tensor differs from the tensor of
+            the group's first rank.
     """
     named = _named(tensors)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -54,9 +54,9 @@ class RanksSession:
             given = config.getoption("--ranks-timeout")
             self._timeout = float(config.getini("ranks_timeout") if given is None else given)
             if not 0 < self._timeout < math.inf:
-                raise ValueError(f"a timeout is a positive number of seconds, not {self._timeout:g}")
+                raise ValueError(f"a timeout must be a positive number of seconds, not {self._timeout:g}")
         if "races" in self._checks_off:
-            raise SpecError("no:races is said of a test, in its marker, with the reason")
+            raise SpecError("no:races cannot be set here: set it in a test's marker, with the reason")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -85,9 +85,9 @@ class RanksSession:
         if not session.config.option.collectonly and any(spec_of(item) for item in getattr(session, "items", ())):
             if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
                 raise pytest.UsageError(
-                    "--pdb and --trace cannot reach tests marked with ranks: those run in worker processes without a "
-                    "terminal. Lend one another terminal, where sleep runs: pdb.Pdb(stdin=open('/dev/pts/3'), "
-                    "stdout=open('/dev/pts/3', 'w')).set_trace(), and run with --ranks-timeout=3600."
+                    "--pdb and --trace do not work in tests marked with ranks, which run in worker processes without a "
+                    "terminal. Run sleep in another terminal, such as /dev/pts/3, call pdb.Pdb(stdin=open('/dev/pts/3'"
+                    "), stdout=open('/dev/pts/3', 'w')).set_trace() in the test, and pass --ranks-timeout=3600."
                 )
             self._boot()
         try:
@@ -108,11 +108,9 @@ class RanksSession:
         spec = spec_of(item)
         marks = [mark for mark in getattr(getattr(item, "callspec", None), "marks", ()) if mark.name == "ranks"]
         if any(spec not in parse_marker(mark.args, mark.kwargs) for mark in marks):
-            pytest.fail("ranks marks a function, a class or a module, not one of a test's parameters", False)
+            pytest.fail("the ranks marker goes on a function, a class or a module, not on a parameter", False)
         if spec is None and item.get_closest_marker("ranks") is not None:
-            pytest.fail(
-                "only functions and methods of plain classes can run on ranks, marked when they are collected", False
-            )
+            pytest.fail("only functions and methods of plain classes can run on ranks, if marked at collection", False)
         if spec is None:
             return
         item.fixturenames = []  # type: ignore[attr-defined]  # of a function; nothing is set up here
@@ -150,7 +148,7 @@ class RanksSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:  # noqa: ANN401 - of pytest-xdist, which may not be installed
-        """Handle the output of a worker of pytest-xdist at its end."""
+        """Keep the output of a worker of pytest-xdist that has ended."""
         deaths, said = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT, ([], []))
         self._late_deaths += deaths
         self._said += [line for line in said if line not in self._said]
@@ -206,7 +204,7 @@ class RanksSession:
                 return self._why_not_emulated
             return why_unavailable(spec, self._machine)
         except LaunchError as error:
-            self._cannot_launch("finding out which backends there are", error)
+            self._cannot_launch("looking for the backends of this machine", error)
 
     @cached_property
     def _machine(self) -> Mapping[str, Any]:
@@ -258,14 +256,14 @@ def _places(item: pytest.Item | None) -> Sequence[str]:
 
 def _launcher(config: pytest.Config | None) -> Launcher:
     inherit_output = config is None or config.getoption("capture", default="fd") == "no"
-    # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
+    # One thread per rank, because the ranks share the machine. Read once, when torch is loaded.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     forks = config is None or config.getoption("--ranks-launch") != "spawn"
     return Launcher(description_of(config), environment, forks=forks, inherit_output=inherit_output)
 
 
 def _repeat(item: pytest.Item, outcomes: Mapping[int, Outcome]) -> None:
-    """Let pytest show the output, logs, records and warnings of the ranks; records and warnings once each."""
+    """Make pytest show the output, logs, records and warnings of the ranks; each record and warning once."""
     for rank, outcome in outcomes.items():
         for title, text in outcome.sections:
             item.add_report_section("call", f"{title.removeprefix('Captured ')} rank {rank}", text)

@@ -25,7 +25,7 @@ def assert_matches_single_process(
     atol: float = 0.0,
     timeout: float | None = None,
 ) -> None:
-    """Assert that a training function ends with the same tensors on every rank as in a single process.
+    """Assert that a training function returns the same tensors on every rank as in a single process.
 
     Call it in an ordinary test, not in one marked with ``ranks``. It runs the function in a process group of one rank,
     then on the ranks, with the default process group initialised in both cases, and compares on each rank. The function
@@ -36,7 +36,7 @@ def assert_matches_single_process(
             tensors. `run_on_ranks` must be able to send it.
         ranks: The number of ranks, or several numbers, which are tested one after the other.
         backend: The backend, as for ``@pytest.mark.ranks``.
-        rtol: Relative tolerance; with both tolerances 0 every bit must be equal.
+        rtol: Relative tolerance. If both tolerances are 0, every bit must be equal.
         atol: Absolute tolerance, in units of the tensors.
         timeout: Seconds that each run may take; the timeout of a test by default.
 
@@ -73,7 +73,7 @@ def _compare(train_fn: TrainFunction, expected: dict[str, torch.Tensor], rtol: f
     __tracebackhide__ = True
     found = _trained(train_fn)
     if list(found) != list(expected):
-        text = f"the function returned tensors {list(found)}, in a single process {list(expected)}"
+        text = f"the function returned tensors {list(found)}, but {list(expected)} in a single process"
         pytest.fail(text, pytrace=False)
     for name, here in found.items():
         text = difference(here, expected[name], rtol, atol) or ""
@@ -93,5 +93,5 @@ def _trained(train_fn: TrainFunction) -> dict[str, torch.Tensor]:
     for key, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             name = getattr(train_fn, "__qualname__", "the function")
-            raise TypeError(f"{name} returned a {type(tensor).__name__} for {key!r}; it is to return tensors")
+            raise TypeError(f"{name} returned a {type(tensor).__name__} for {key!r}; it must return tensors")
     return {key: tensor.detach().cpu().clone() for key, tensor in found.items()}

@@ -33,9 +33,9 @@ from zeroshard_testing.stacks import dumped_stack
 # Seconds between rounds, and from a report to the next round.
 _INTERVAL = 0.1
 _SOON = 0.01
-# Seconds in which ranks must report stacks: ranks whose global interpreter lock is free, then the others.
+# Seconds within which ranks must report stacks: ranks whose global interpreter lock is free, then the others.
 _DETAILS_TIMEOUT = 0.3
-# Seconds in which ranks between tests must report their operations, on which a verdict depends.
+# Seconds within which ranks between tests must report their operations, on which a verdict depends.
 _COMPARISON_TIMEOUT = 60.0
 _STACKS_TIMEOUT = 1.0
 
@@ -60,7 +60,7 @@ class Snapshots:
         """The time of the next round, on the monotonic clock."""
 
     def ask_when_due(self, now: float) -> None:
-        """Begin a round if its time has come and the last one has ended."""
+        """Begin a round if it is due and the previous round has ended."""
         if now < self.due:
             return
         self.due = now + _INTERVAL
@@ -146,7 +146,7 @@ class Snapshots:
             self.due = time.monotonic()
 
     def _collect(self, slots: Collection[int], timeout: float = _DETAILS_TIMEOUT) -> None:
-        """Run a round with stacks at once, and wait for it."""
+        """Run a round with stacks now, and wait for it."""
         self._asking = False
         question = self._next_question(details=True)
         asked = {slot: child for slot, child in self._there.items() if slot in slots}
@@ -159,7 +159,7 @@ class Snapshots:
         return message.get("run") == self._run and (message["op"] == "aborted" or message.get("round") == self._round)
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
-        """Let workers write the stack of their main thread in a signal handler, and wait a moment."""
+        """Make workers write the stack of their main thread in a signal handler, and wait briefly."""
         asked: list[tuple[Child, int]] = []
         for child in map(self._workers.__getitem__, slots):
             if child.pid is not None and child.status is None:

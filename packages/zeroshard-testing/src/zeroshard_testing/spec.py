@@ -26,7 +26,7 @@ _ARGUMENTS = ("backend", "isolation", "timeout", "fake_rank", "init", "checks", 
 
 
 class SpecError(ValueError):
-    """Raised if a ``ranks`` marker is invalid. The text says what to write instead."""
+    """Raised if a ``ranks`` marker is invalid. The message says what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class RanksSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
-            raise SpecError(f"a number of ranks is a positive int, not {self.world_size!r}")
+            raise SpecError(f"a number of ranks must be a positive int, not {self.world_size!r}")
         if not isinstance(self.backend, str) or not self.backend:
-            raise SpecError(f"backend is a name such as {', '.join(BACKENDS)}, not {self.backend!r}")
+            raise SpecError(f"backend must be a name such as {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.isolation not in ("group", "process", "none"):
             raise SpecError(f"unknown isolation {self.isolation!r}; choose from group, process, none")
         if self.timeout is not None and (type(self.timeout) not in (int, float) or not 0 < self.timeout < math.inf):
-            raise SpecError(f"timeout is a positive number of seconds, not {self.timeout!r}")
+            raise SpecError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if not isinstance(self.fake_rank, int) or not 0 <= self.fake_rank < self.world_size:
             raise SpecError(f"fake_rank must be one of the {self.world_size} ranks, not {self.fake_rank!r}")
         if self.fake_rank and self.backend != "fake":
-            raise SpecError(f'fake_rank goes with backend="fake", not with {self.backend!r}')
+            raise SpecError(f'fake_rank needs backend="fake", not {self.backend!r}')
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks in the process group of the worker processes that the test needs."""
+        """The ranks that run in worker processes: only ``fake_rank`` with the backend ``"fake"``, otherwise all."""
         return [self.fake_rank] if self.backend == "fake" else list(range(self.world_size))
 
     @property
@@ -91,7 +91,7 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
     off, on = parse_checks(options.pop("checks", ""))
     reason = options.pop("reason", "")
     if ("races" in off) != bool(reason):
-        raise SpecError('checks="no:races" and reason="...", which says why, go together')
+        raise SpecError('checks="no:races" needs reason="...", which says why, and reason needs checks="no:races"')
     backends = options.pop("backend", "gloo")
     names = [backends] if isinstance(backends, str) else list(backends)
     if not names:

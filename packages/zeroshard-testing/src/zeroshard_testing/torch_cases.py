@@ -1,9 +1,9 @@
 """Runs unchanged test cases for PyTorch's ``MultiProcessTestCase`` on the ranks of this plugin.
 
-Every rank calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` around each test, and takes the
-environment variables that they have set on the last rank. What they set on ``self`` does not reach the body, as with
-PyTorch's runner. A body that ends its process on purpose (``special_return_code_checks``, ``skip_return_code_checks``)
-fails. ``MultiThreadedTestCase`` and ``MultiProcContinuousTest`` are not supported.
+Every rank calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` around each test, and gets the
+environment variables that they set on the last rank. Attributes that they set on ``self`` do not reach the body, as
+with PyTorch's runner. A body that ends its process on purpose (``special_return_code_checks``,
+``skip_return_code_checks``) fails. ``MultiThreadedTestCase`` and ``MultiProcContinuousTest`` are not supported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_rank_tests(
 
     Args:
         case_class: a subclass of ``torch.testing._internal.common_distributed.MultiProcessTestCase``. pytest collects
-            it as well if the test module binds it to a name; the result may take that name.
+            it as well if the test module binds it to a name; bind the result to the same name to avoid that.
         *world_sizes: numbers of ranks, as in ``@pytest.mark.ranks``; they replace the ``world_size`` of ``case_class``.
         methods: names of the methods to run; by default all methods whose names begin with ``test``.
         init: False if ``case_class`` makes its process groups itself, in its methods or in its ``_run``. True if its
@@ -46,7 +46,7 @@ def as_rank_tests(
         AttributeError: if ``case_class`` lacks a method in ``methods``.
     """
     if not issubclass(case_class, case_modules()[0].MultiProcessTestCase):
-        raise TypeError(f"as_rank_tests takes a subclass of MultiProcessTestCase, not {case_class!r}")
+        raise TypeError(f"as_rank_tests expects a subclass of MultiProcessTestCase, but got {case_class!r}")
     names = [name for name in dir(case_class) if name.startswith("test")] if methods is None else methods
     members = {name: _rank_test(case_class, name, init) for name in names}
     mark = pytest.mark.ranks(*world_sizes, init=init, **marker_options)

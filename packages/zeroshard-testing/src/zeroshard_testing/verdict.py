@@ -29,7 +29,7 @@ class Verdict:
 
 
 class RanksFailure(Exception):  # noqa: N818 - a verdict about the test, as pytest's own Failed
-    """Raised if a test fails on its ranks. ``verdict`` has the details; outside pytest the text is the report."""
+    """Raised if a test fails on its ranks. ``verdict`` has the details; outside pytest the message is the report."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(f"{verdict.summary}\n{verdict.text}")
@@ -58,7 +58,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     if passed := [rank for rank, outcome in outcomes.items() if outcome.kind in (kinds.PASSED, kinds.XPASSED)]:
         parts.append(f"{_name(passed)} passed")
     if faulted := [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.FAULTED]:
-        parts.append(f"{_name(faulted)} ended by the fault that the test asked for")
+        parts.append(f"{_name(faulted)} ended by the fault that the test requested")
     ranks, cause = groups[0]
     return Verdict("failed", f"{_name(ranks)} {cause.predicate}", "\n\n".join(parts), cause.path, cause.line)
 
@@ -77,7 +77,7 @@ def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
         return outcome
     verb = "skipped" if outcome.kind == kinds.SKIPPED else "expected a failure"
     others = [rank for rank, other in outcomes.items() if other.kind != outcome.kind]
-    detail = f"A test {verb} on some ranks only proves nothing: {_name(others)} did not."
+    detail = f"A test that {verb} on only some ranks proves nothing: {_name(others)} did not."
     return replace(outcome, summary=f"{verb} alone: {outcome.summary}", detail=detail)
 
 

@@ -355,7 +355,7 @@ def record_waits(faults: Faults) -> WaitRecorder:
 
 
 def _wrap(owner: object, name: str, record: Callable[..., Any]) -> None:
-    """Replace a function, if there is one of this name, by a wrapper that records calls."""
+    """Replace a function, if there is one of this name, with a wrapper that records calls."""
     function = getattr(owner, name, None)
     if function is None:
         return

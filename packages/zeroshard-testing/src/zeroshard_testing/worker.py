@@ -1,4 +1,4 @@
-"""The main loops of processes of the pool: a rank, or the host of the store, which also describes the machine.
+"""The main loops of the pool's processes: a rank, or the host of the store, which also describes the machine.
 
 A rank receives tests from the controller in a loop, and reports the outcome of each.
 """

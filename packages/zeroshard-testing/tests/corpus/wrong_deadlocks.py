@@ -68,7 +68,7 @@ def test_group_made_by_one(rank):
         dist.new_group([0, 1])
 
 
-@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call")
+@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: every")
 def test_groups_made_in_another_order(rank):
     sizes = [[0, 1], [rank]]
     for ranks in reversed(sizes) if rank else sizes:
@@ -76,7 +76,7 @@ def test_groups_made_in_another_order(rank):
     dist.barrier()
 
 
-@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call")
+@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: every")
 def test_one_more_group_on_one_rank(rank):
     if rank:
         dist.new_group([1])
@@ -94,7 +94,7 @@ def test_group_that_its_members_alone_make(rank):
 
 
 @pytest.mark.ranks(4, timeout=3)
-@says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: ranks call")
+@says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: every")
 def test_groups_of_others_made_in_another_order(rank):
     pairs = [[0, 1], [2, 3]]
     for ranks in pairs if rank < 2 else reversed(pairs):
@@ -102,7 +102,7 @@ def test_groups_of_others_made_in_another_order(rank):
 
 
 @pytest.mark.ranks(4, timeout=3)
-@says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: ranks call")
+@says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: every")
 def test_collectives_of_groups_made_in_another_order(rank):
     pairs = [[0, 1], [2, 3]]
     mine, _ = [dist.new_group(ranks) for ranks in (pairs if rank < 2 else reversed(pairs))]

@@ -117,7 +117,7 @@ def test_healthy_after_faults(rank):
     assert x.sum() == 6
 
 
-@says(r"ranks 0, 1 failed: ValueError: kill: there is no rank 5 among 2")
+@says(r"ranks 0, 1 failed: ValueError: kill: rank 5 is not one of the 2 ranks")
 def test_on_a_rank_that_is_not_there(faults):
     faults.kill(rank=5, at="all_reduce")
     dist.all_reduce(ones(2))

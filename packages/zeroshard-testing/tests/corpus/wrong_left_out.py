@@ -246,7 +246,7 @@ def test_left_out_where_an_exception_was_swallowed(rank):
 
 
 @pytest.mark.ranks(2, init=False, timeout=30)
-@says(r"ranks 0, 1 passed, but each of 2 ranks made a default group of itself alone")
+@says(r"ranks 0, 1 passed, but each of 2 ranks made a default group of only itself")
 def test_a_world_for_each_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(ones(2))

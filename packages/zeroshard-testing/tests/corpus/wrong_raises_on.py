@@ -54,7 +54,7 @@ def test_healthy_after_raises_on(rank):
 
 
 @pytest.mark.parametrize("ranks", [2, [], [0, 2]])
-@says(r"ranks 0, 1 failed: ValueError: raises_on: ranks are some of the 2 that there are")
+@says(r"ranks 0, 1 failed: ValueError: raises_on: ranks must be some of the 2 ranks of the group")
 def test_raised_on_a_rank_that_is_not_there(ranks):
     with raises_on(ValueError, ranks=ranks):
         pass

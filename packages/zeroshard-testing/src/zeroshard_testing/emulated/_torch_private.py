@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-# No public function makes a group of a backend that torch.distributed does not list, and that runs beside another.
+# No public function makes a group that torch.distributed does not list.
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 

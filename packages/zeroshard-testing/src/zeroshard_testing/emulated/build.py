@@ -31,7 +31,7 @@ _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 class BuildError(RuntimeError):
-    """Raised if the extension cannot be compiled, or the cache is unusable. The text names the file."""
+    """Raised if the extension cannot be compiled, or the cache is unusable. The message names the file."""
 
 
 def why_unavailable() -> str | None:
@@ -41,9 +41,9 @@ def why_unavailable() -> str | None:
     if library().exists():
         return None
     if _compiler() is None:
-        return "backend emulated needs a C++ compiler: $CXX, c++, g++ or clang++, none of which is found here"
+        return "backend emulated needs a C++ compiler: $CXX, c++, g++ or clang++, but none was found"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "backend emulated needs Python's header files (python3-dev), which are not found here"
+        return "backend emulated needs Python's header files (python3-dev), which were not found"
     return None
 
 
@@ -72,7 +72,7 @@ def build() -> Path:
             f"ZEROSHARD_CACHE to another folder"
         ) from error
     if _digest(target) != _read(_checksum(target)):
-        raise BuildError(f"{target} is damaged: delete the folder {target.parent}, and it is compiled again")
+        raise BuildError(f"{target} is damaged: delete the folder {target.parent} to compile it again")
     return target
 
 
@@ -83,7 +83,7 @@ def _compile(target: Path) -> None:
     includes = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]
     compiler = _compiler()
     if compiler is None:
-        raise BuildError("there is no C++ compiler")
+        raise BuildError("no C++ compiler was found")
     made = target.with_suffix(f".{os.getpid()}")
     undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     command = [
@@ -126,7 +126,7 @@ def _read(file: Path) -> str:
 
 
 def why_not_built(ask: Callable[[Message, float], Message], say: Callable[[str], object]) -> str | None:
-    """Let another process compile the extension; return why this machine cannot have it, None if it can.
+    """Have another process compile the extension. Return why this machine cannot have it; None if it can.
 
     ``ask`` sends the request, given the timeout of the answer in seconds. Raises LaunchError with the error of the
     compiler or the cache.
@@ -138,7 +138,7 @@ def why_not_built(ask: Callable[[Message, float], Message], say: Callable[[str],
         if answer["reason"] is not None:
             return str(answer["reason"])
         if not answer["is_built"]:
-            say("ranks: compiling the emulated accelerator, once, for about a minute")
+            say("ranks: compiling the emulated accelerator (once, takes about a minute)")
     return None
 
 

@@ -31,7 +31,7 @@ def device_costs(device: torch.device) -> Iterator[DeviceCosts]:
     """Count the costs of the block. Blocks must not be nested. Raises NotImplementedError on other devices."""
     if device.type != DEVICE:
         raise NotImplementedError(
-            f"device_costs counts on the emulated accelerator alone, and this is {device}: mark the test "
+            f"device_costs works only on the emulated accelerator, but the device is {device}: mark the test "
             f'with backend="emulated"'
         )
     costs = DeviceCosts()
@@ -60,6 +60,6 @@ def host_never_waits(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
     else:
         raise NotImplementedError(
-            f"host_never_waits needs a device that the host can wait for, and this is {device}: mark the test "
+            f"host_never_waits needs a device for which the host can wait, but got {device}: mark the test "
             f'with backend="emulated", or "nccl"'
         )

@@ -1,4 +1,4 @@
-"""The module ``torch.emu``, with the functions that torch calls in ``torch.cuda``; and the device's registration."""
+"""Registers the device and the module ``torch.emu``, which has the functions that torch calls in ``torch.cuda``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moves the data of collectives between ranks, by gloo and in threads, after ranks have compared their operations.
 
 Each process group of the emulated accelerator has one `Mover`. The C++ part of the group calls it to issue operations,
-and is called back when they have completed. The C++ part decides what streams may do meanwhile.
+and is called back when they have completed. Until then the C++ part decides what streams may do.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ABOVE_THE_CALL = (str(Path(torch.__file__).parent), OWN_CODE, threading.__file_
 
 # Reentrant, because the garbage collector may close a mover in the middle of a method.
 _lock = threading.RLock()
-# The movers by the key of their group; the latest of groups with one key.
+# The movers by the key of their group; if groups have the same key, the latest.
 _movers: dict[str, Mover] = {}
 _delays: tuple[float, random.Random] | None = None
 
@@ -79,7 +79,7 @@ class Mover:
     Methods may be called from any thread. After an error, the rank completes no more operations.
 
     Args:
-        store: The store by which the ranks connect.
+        store: The store through which the ranks connect.
         group_rank: This process's rank in the group.
         ranks: The ranks of the group in the default group.
         name: The unique name of the group, equal on all its ranks.
@@ -104,7 +104,7 @@ class Mover:
         self._complete = complete
         self._issued = 0
         self._latest: dict[int, str] = {}
-        # Other ranks read it if they time out: how often this rank has compared, and its latest entry.
+        # The text of the error after which this rank completes no more operations.
         self._error = ""
         self._is_closed = False
         self._lanes: dict[tuple[str, int], SimpleQueue[_Job | None]] = {}
@@ -304,9 +304,9 @@ class Mover:
         write(data, call.outputs)
 
     def _message(self, call: Call, call_site: str) -> Message:
-        """Return the description of a message; ValueError if its peer is this rank itself."""
+        """Return the description of a message; ValueError if its peer is this rank."""
         if call.root == self._rank:
-            raise ValueError(f"{located(message_text(call, self._ranks), call_site)} in {self._label} is to itself")
+            raise ValueError(f"{located(message_text(call, self._ranks), call_site)} in {self._label} is to its sender")
         tensor = (*call.inputs, *call.outputs)[0]
         dtype = str(tensor.dtype).removeprefix("torch.")
         text = described(tensor)[:_WORDS_SIZE]

@@ -1,4 +1,4 @@
-"""Describes the operations that the ranks of a group are about to run, and finds differences.
+"""Describes the operations that the ranks of a group are about to run, and finds differences between ranks.
 
 The functions are pure: each rank calls `describe`, and then `find_difference` with the descriptions of all ranks, so
 all ranks compute the same text.
@@ -48,8 +48,8 @@ class Call:
 class CallRecord:
     """The description of a collective for other ranks: a text, and the values that must match.
 
-    ``common`` must be equal on all ranks. If one rank gives another some number of elements, by rank of the group, the
-    other must take as many. A problem says why the collective cannot run, whatever the other ranks issue.
+    ``common`` must be equal on all ranks. ``gives`` and ``takes`` are numbers of elements by rank of the group: a rank
+    must take as many as the other one gives. A problem says why the collective cannot run, whatever others issue.
     """
 
     text: str
@@ -141,7 +141,7 @@ def end_of(what: str) -> CallRecord:
 def amounts(call: Call, group_rank: int, size: int) -> tuple[Sequence[int], Sequence[int]]:
     """Return the number of elements that a collective sends from this rank to each rank, and from each to this one.
 
-    The result is empty if every rank has as many elements as every other.
+    Both are empty if every rank must have the same number of elements.
 
     Raises:
         ValueError: If the tensors do not have the numbers or sizes that the collective needs.
@@ -189,7 +189,7 @@ def find_difference(key: str, entries: Sequence[Entry], recall: Recall | None = 
         told = _each(entries, lambda entry, place=place: entry.calls[place].text)  # type: ignore[misc]
         for entry, call in zip(entries, calls, strict=True):
             if call.problem:
-                return f"{which}{batch} cannot run on rank {entry.rank}, {call.problem}: {told}"
+                return f"{which}{batch} cannot run on rank {entry.rank} ({call.problem}): {told}"
         if len({call.common for call in calls}) > 1:
             return f"ranks differ in {which}{batch}: {told}"
         if misfit := _find_misfit(entries, calls):
@@ -249,22 +249,22 @@ def _text_of(call: Call, ranks: Sequence[int]) -> str:
 
 
 def _problem_of(call: Call) -> str:
-    """Return why a collective cannot run, by this rank's arguments alone; empty if it can."""
+    """Return why a collective cannot run, judged by this rank's arguments only; empty if it can."""
     dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     if call.name not in (*REDUCTIONS, *EXCHANGES, *_OTHERS):
-        return f"there is no collective {call.name!r} on the emulated accelerator"
+        return f"the emulated accelerator does not support the collective {call.name!r}"
     if len(dtypes) > 1:
         return "its tensors have different dtypes"
     if call.name in REDUCTIONS:
         (dtype,) = dtypes
         if call.reduce_op not in _REDUCE_OPS:
-            return f"the emulated accelerator does not reduce by {call.reduce_op or 'nothing'!r}"
+            return f"the emulated accelerator does not support reduce operation {call.reduce_op or 'none'!r}"
         if dtype not in (*_INTEGERS, *_FLOATS):
             return f"gloo does not reduce {str(dtype).removeprefix('torch.')}"
         if call.reduce_op == "AVG" and dtype in _INTEGERS:
-            return "integers have no average"
+            return "AVG does not support integers"
         if call.reduce_op.startswith("B") and dtype in _FLOATS:
-            return f"only integers are reduced by {call.reduce_op}"
+            return f"{call.reduce_op} supports only integers"
     return ""
 
 
@@ -273,13 +273,13 @@ def _splits(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list[int]:
         return _equal_parts(tensor.numel(), size)
     rows = tensor.shape[0] if tensor.dim() else 1
     if len(sizes) != size or sum(sizes) != rows:
-        raise ValueError(f"splits {list(sizes)} are not {size} that add up to {rows}")
+        raise ValueError(f"splits must be {size} numbers that add up to {rows}, not {list(sizes)}")
     return [number * tensor.numel() // max(rows, 1) for number in sizes]
 
 
 def _equal_parts(elements: int, size: int) -> list[int]:
     if elements % size:
-        raise ValueError(f"{elements} elements have no {size} equal parts")
+        raise ValueError(f"{elements} elements cannot be divided into {size} equal parts")
     return [elements // size] * size
 
 

@@ -1,6 +1,6 @@
 """The emulated accelerator in a worker: loads it, and begins and ends its tests. Only the main thread calls this.
 
-A process keeps a loaded device, and torch.accelerator means that device: workers for other backends never load it.
+A process keeps a loaded device, and torch.accelerator is that device, so workers for other backends never load it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load() -> None:
         module = module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        text = f"{path} cannot be loaded ({error}): delete the folder {path.parent}, and it is compiled again"
+        text = f"{path} cannot be loaded ({error}): delete the folder {path.parent} to compile it again"
         raise BuildError(text) from error
     register_device(DEVICE, module.install)
     dist.Backend.register_backend("emulated", _make_backend, extended_api=True, devices=[DEVICE])
@@ -65,7 +65,7 @@ def load() -> None:
 
 
 def begin_test() -> None:
-    """Reset the state of the last test, which has ended, and so have all its operations."""
+    """Reset the state. The last test and all its operations must have ended."""
     extension().begin_test()
 
 
@@ -80,7 +80,7 @@ def end_groups(faults: Faults) -> list[Future[str]]:
 
 
 def close_groups() -> None:
-    """End the threads of all process groups after their last operation. No operation may be issued there afterwards."""
+    """End the threads of all process groups after their last operation. No more operations may be issued."""
     for mover in live_movers():
         mover.close()
 
@@ -88,8 +88,8 @@ def close_groups() -> None:
 class CheckedTest:
     """Runs a test. If it does not raise, raises the error that was found: DifferentCollectivesError or RaceError.
 
-    At the end ranks wait for each other, unless a test requested faults, which shows collectives that a rank left out.
-    Errors of the process group, which have the class of errors of torch's backends, get the class of the harness.
+    Unless a test requested faults, ranks wait for each other at its end, which shows collectives that a rank left out.
+    The process group raises torch's DistBackendError, which this replaces with DifferentCollectivesError.
     """
 
     def __init__(self, faults: Faults, *, checks_races: bool) -> None:
@@ -110,7 +110,7 @@ class CheckedTest:
 
     def _check(self) -> None:
         __tracebackhide__ = True
-        # The test has caught this error, and expected it.
+        # The test has caught these errors, so it expected them.
         known = extension().raised_errors()
         # A rank that failed never ends its other groups.
         for end in as_completed(end_groups(self._faults)):

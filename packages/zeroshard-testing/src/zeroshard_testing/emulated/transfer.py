@@ -1,4 +1,4 @@
-"""Moves the data of collectives and messages by gloo, with results bitwise as for CPU tensors of the same sizes."""
+"""Moves the data of collectives and messages by gloo. Results are bitwise gloo's for CPU tensors of the same sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Transfer:
         found = self._gather(_filled(text, _TEXT_SIZE))
         longest = max(_length(buffer) for buffer in found)
         if longest > _TEXT_SIZE - _LENGTH_SIZE:
-            # All ranks see a longer text, and take another round.
+            # All ranks see the longer text, so all run another round.
             found = self._gather(_filled(text, longest + _LENGTH_SIZE))
         return [_text(buffer) for buffer in found]
 
@@ -77,7 +77,7 @@ class Transfer:
         return sent, data
 
     def close_connections(self) -> None:
-        """Make the waits of other ranks fail: gloo closes connections if a wait times out, and by no other call."""
+        """Make the waits of other ranks fail. gloo closes connections only if a wait times out."""
         try:
             work = self._gloo.recv([torch.empty(1, dtype=torch.uint8)], (self._rank + 1) % self._size, _NEVER_SENT)
             work.wait(timedelta(milliseconds=1))
