@@ -40,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{outcome.name} {outcome.title}: {outcome.verdict}{detail}, {outcome.seconds:.0f} s", flush=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"\n##### {outcome.name} {outcome.title}\n{output}")
-        # After each step: what ends this process must not take the report with it.
+        # Write it after each step, so that the report survives the end of this process.
         write_report()
 
     run = Run(Budget(options.budget, options.slow), record_outcome)
     run.find_machine()
     with ExitStack() as stack:
         run.run(steps, cache(lambda: stack.enter_context(served_by_mps(notes))))
-    # With what has happened at the end.
+    # Including the outcome of the last step.
     write_report()
     print(f"{time.monotonic() - run.budget.began:.0f} s; the report: {report}")
     if run.has_gpu:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout, "unknown" without git."""
+    """Return the commit of the checkout; "unknown" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, default=given("OUT", "gpu-check-out"), help="folder of results; also OUT")
     add("--budget", type=float, default=given("BUDGET_S", FULL), help=f"seconds for all, {FULL:g}; also BUDGET_S")
-    add("--slow", type=float, default=given("SLOW", "1"), help="factor of every step's time limit; also SLOW")
+    add("--slow", type=float, default=given("SLOW", "1"), help="factor for every step's time limit; also SLOW")
     add("--workers", type=int, default=given("WORKERS", workers), help="tests at a time, by pytest-xdist; also WORKERS")
     names = "names of steps, such as 1,3b,5; step 1 always runs"
     add("--only", type=lambda text: text.split(","), default=[], help=names)
-    add("--commit", default=given("COMMIT", ""), help="name of the sources, if they are no git checkout; also COMMIT")
+    add("--commit", default=given("COMMIT", ""), help="name of sources that are not a git checkout; also COMMIT")
     return parser

@@ -33,7 +33,7 @@ def describe() -> Mapping[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that is loaded, empty without one; torch knows only the one it was built with."""
+    """Return the version of the loaded NCCL, empty without one; torch knows only the version it was built with."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return ()
     found = ctypes.c_int()
@@ -60,7 +60,7 @@ def _gpu() -> Mapping[str, str]:
 
 
 def _first_line_of_smi(*options: str) -> str:
-    """Return the first line that nvidia-smi prints, empty if it is not installed or fails."""
+    """Return the first line that nvidia-smi prints; empty if it is not installed or fails."""
     command = [shutil.which("nvidia-smi") or "", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -78,11 +78,11 @@ def why_unusable() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return listed and f"nvidia-smi lists {listed}, and torch cannot use it: {error}"
-    return listed and f"nvidia-smi lists {listed}, and torch finds no GPU"
+        return listed and f"nvidia-smi lists {listed}, but torch cannot use it: {error}"
+    return listed and f"nvidia-smi lists {listed}, but torch finds no GPU"
 
 
 if __name__ == "__main__":
     if reason := why_unusable():
-        raise SystemExit(f"{' '.join(reason.split())} (with CUDA_VISIBLE_DEVICES= set, stand-ins run on the CPU)")
+        raise SystemExit(f"{' '.join(reason.split())} (with CUDA_VISIBLE_DEVICES= set, substitutes run on the CPU)")
     print(json.dumps(describe()))

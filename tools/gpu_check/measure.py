@@ -1,6 +1,6 @@
 """Runs measurements on ranks: ``python -m gpu_check.measure waits,memory --ranks 2 --backend gloo``.
 
-All ranks share the first GPU. On the fake backend this process is rank 0 and no other one is started.
+All ranks share the first GPU. On the fake backend this process is rank 0, and no other process is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpu_check.sharing import claim_host
 
 _RANK, _STORE = "GPU_CHECK_RANK", "GPU_CHECK_STORE"
 _GRACE = 5.0
-"""Seconds that ranks have to report after one of them failed, and each to end after it was killed."""
+"""Seconds that ranks have to report after one of them failed, and that each has to end after it was killed."""
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -60,7 +60,7 @@ def run_rank(options: argparse.Namespace, rank: int, store: str) -> int:
 
 
 def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Start this program on ranks, wait for them, and return the largest exit status; end all after one fails."""
+    """Start this program on ranks, wait for them, and return the largest exit status. End all if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         shared = {_STORE: str(Path(folder, "store"))}
         command = [sys.executable, "-m", "gpu_check.measure", *arguments]
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--backend", choices=["nccl", "gloo", "fake"], default="gloo")
     parser.add_argument("--model", default="124M", help="124M, 1.3B or tiny; without CUDA always tiny")
-    parser.add_argument("--iterations", type=int, default=6, help="iterations that are timed at once")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians are taken")
+    parser.add_argument("--iterations", type=int, default=6, help="iterations that are timed together")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the medians over rounds are printed")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     rank = 0 if options.backend == "fake" else os.environ.get(_RANK)

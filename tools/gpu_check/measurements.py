@@ -53,7 +53,7 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Settings:
-    """Options: a size in `models.SIZES`, how many iterations are timed at once, and how often, of which are medians."""
+    """Options: a size in `models.SIZES`, how many iterations are timed together, and in how many rounds."""
 
     model: str = "124M"
     iterations: int = 6
@@ -82,7 +82,7 @@ def waits(_: Settings) -> int:
     return table.failed
 
 
-# What a loop does between backward and step. GradScaler.step() reads on the host whether gradients are finite.
+# The actions of a loop between backward and step. GradScaler.step() reads on the host whether gradients are finite.
 _LOOPS: Mapping[str, Callable[[Trainer, torch.amp.GradScaler], object]] = {
     "plain": lambda _one, _scaler: None,
     "torch's clipping": lambda one, _scaler: nn.utils.clip_grad_norm_(one.model.parameters(), 1.0),
@@ -134,7 +134,7 @@ def sharded(settings: Settings) -> int:
     def train(one: Trainer) -> torch.Tensor:
         for number in range(3):
             one.optimizer.zero_grad()
-            # Sharded gradients add up at their owners; those of DDP add up on each rank.
+            # Sharded gradients add up at their owners; DDP's gradients add up on each rank.
             with one.model.no_sync() if isinstance(one.model, DistributedDataParallel) else nullcontext():
                 one.backward(batch(2, 64, number))
             one.backward(batch(2, 64, 10 + number))
@@ -156,9 +156,9 @@ def sharded(settings: Settings) -> int:
 
 @contextmanager
 def _delays() -> Iterator[None]:
-    """Delay the current stream before each copy and collective of zeroshard's, on another rank each time.
+    """Delay the current stream before each of zeroshard's copies and collectives, on another rank each time.
 
-    A rank that is not delayed runs ahead, so that a missing wait for a collective reads what has not arrived.
+    A rank that is not delayed runs ahead, so if a wait for a collective is missing, it reads data that has not arrived.
     """
     calls, rank, ranks = count(), dist.get_rank(), dist.get_world_size()
 
@@ -179,7 +179,7 @@ def _delays() -> Iterator[None]:
 
 
 def memory(settings: Settings) -> int:
-    """Print peaks of the third iteration in GB (10^9 bytes) beside the prediction, which leaves activations out."""
+    """Print peaks of the third iteration in GB (10^9 bytes) next to the prediction, which excludes activations."""
     peaks = ("peak in step", "peak in backward", "peak of iteration 1")
     table = Table("trainer", "ranks", "predicted GB", "after step", *peaks)
     ranks, ids = dist.get_world_size(), batch(1, 256)
@@ -191,14 +191,14 @@ def memory(settings: Settings) -> int:
         with table.tried(name, ranks) as cells:
             partition, is_sharded = partition_of(name), name in SHARDED
             predicted = planner.predict(1 if name == DDP else ranks, partition, shards_gradients=is_sharded).ranks
-            # With whole tensors ranks differ, so this rank's own.
+            # With whole tensors ranks differ, so take this rank's.
             cells.append(predicted[min(dist.get_rank(), len(predicted) - 1)].total / 1e9)
             cells += [nbytes / 1e9 if CUDA else NOTHING for nbytes in _held(name, settings.model, ids)]
     return table.failed
 
 
 def _held(name: str, model: str, ids: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return bytes above those before the model was built, in the order of the table's columns."""
+    """Return the bytes allocated since before the model was built, in the order of the table's columns."""
     gc.collect()
     torch.cuda.empty_cache()
     before = _allocated()
@@ -233,11 +233,11 @@ def _synchronize() -> None:
 
 
 def times(settings: Settings) -> int:
-    """Print medians of the time of an iteration under bf16 autocast, trainers in turn, and what it launches."""
+    """Print the median time of an iteration under bf16 autocast, with trainers in turn, and what it launches."""
     counts = ("launches", "copies, sets", "host waits", "ms on device")
     table = Table("batch", "trainer", "ms by events", "ms of the host", *counts)
     trainers = {name: trainer(name, settings.model) for name in (DDP, TORCH, WHOLE, SPLIT)}
-    # Over gloo the large batch shows the link of the host.
+    # Over gloo the large batch measures only the link of the host.
     batches = {"8 x 1024": batch(8, 1024)} if CUDA and dist.get_backend() != "gloo" else {}
     for shape, ids in {**batches, "1 x 64": batch(1, 64)}.items():
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
@@ -254,7 +254,7 @@ def times(settings: Settings) -> int:
 
 
 def _timed(one: Trainer, ids: torch.Tensor, iterations: int) -> tuple[float, float]:
-    """Return milliseconds of an iteration: between events on the device, and until the host has issued it."""
+    """Return the milliseconds of an iteration: between events on the device, and until the host has issued it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if CUDA else (None, None)
     _synchronize()
     if start is not None:
@@ -275,7 +275,7 @@ def _profiled(one: Trainer, ids: torch.Tensor) -> tuple[object, ...]:
     if not CUDA:
         return (NOTHING,) * 4
     launches, copies, waits, busy = _profile(lambda: one.iterate(ids, BF16))
-    # The profiler waits for the device itself.
+    # The profiler itself waits for the device.
     return launches, copies, waits - _profile(lambda: None)[2], busy
 
 
@@ -289,7 +289,7 @@ def _profile(run: Callable[[], object]) -> tuple[int, int, int, float]:
     def calls(*beginnings: str) -> int:
         return sum(event.count for event in events if event.key.startswith(beginnings))
 
-    # Operators of the host repeat the time of the kernels that they launch.
+    # Operators of the host also count the time of the kernels that they launch.
     on_device = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return (
         calls("cudaLaunchKernel", "cuLaunchKernel"),
@@ -300,7 +300,7 @@ def _profile(run: Callable[[], object]) -> tuple[int, int, int, float]:
 
 
 def graph(_: Settings) -> int:
-    """Capture step() in a CUDA graph and compare replays with the plain optimizer, or see that capture is refused."""
+    """Capture step() in a CUDA graph and compare replays with the plain optimizer, or check that capture is refused."""
     table = Table("trainer", "expected", "seen")
     for name in (WHOLE, SPLIT):
         if dist.get_world_size() == 1 or (dist.get_backend() == "nccl" and name == WHOLE):

@@ -17,7 +17,7 @@ _PLACES = 1024
 
 
 class Gpt(nn.Module):
-    """GPT-2's shapes; the embedding of tokens is the output head too."""
+    """A model with GPT-2's shapes; the token embedding is also the output head."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Gpt(nn.Module):
 
 
 def size_of(name: str) -> tuple[int, int, int, int]:
-    """Return a size by its name; without CUDA always the smallest."""
+    """Return a size by its name; without CUDA, always the smallest."""
     return SIZES[name if CUDA else "tiny"]
 
 

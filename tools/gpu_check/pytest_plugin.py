@@ -14,11 +14,11 @@ if os.environ.get(ALSO_ON):
     importlib.import_module("support.training").EVERYWHERE.extend(os.environ[ALSO_ON].split(","))
 
 if os.environ.get(SHARED):
-    # Before 2.30 too, by sharing.claim_host.
+    # Also before NCCL 2.30, by sharing.claim_host.
     backends._NCCL_THAT_SHARES = (2, 0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """On a rank, claim a host before the first collective."""
+    """Claim a host before the first collective, on ranks."""
     claim_host()

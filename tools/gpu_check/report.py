@@ -32,7 +32,7 @@ def report_of(machine: Mapping[str, str], commit: str, notes: Sequence[str], out
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
-    # A reason may be what a program printed.
+    # A reason may be the output of a program.
     detail = outcome.detail[:300].replace("|", "/")
     verdict = f"{outcome.verdict}: {detail}" if detail else outcome.verdict
     return outcome.name, outcome.title, verdict, f"{outcome.seconds:.0f}"

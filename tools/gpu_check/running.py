@@ -1,4 +1,4 @@
-"""Runs steps one after the other: each is a process with a time limit, and its process group ends with it."""
+"""Runs steps one after the other. Each is a process with a time limit, and its process group ends with it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from gpu_check.steps import FULL, NO_GPU, ROOT, VERSIONS, Command, Step, pythonp
 
 Verdict = Literal["passed", "failed", "timed out", "skipped"]
 _GRACE = 5.0
-"""Seconds that a program has after an interrupt, in which pytest lists the failures so far."""
+"""Seconds that a program has to end after an interrupt. In this time, pytest lists the failures so far."""
 _DEAD = 10.0
-"""Seconds that a process has to end after it was killed: its driver may hold it."""
+"""Seconds that a process has to end after it was killed, because a driver may delay that."""
 _LEAST = 10.0
-"""Seconds without which no step begins."""
+"""A step begins only if this many seconds are left."""
 _TAIL = 15
 _MOST_LINES = 40
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its status, None if it ran out of time, all it printed, and its seconds."""
+    """How a process ended: its status (None if it ran out of time), its output, and its time in seconds."""
 
     status: int | None
     output: str
@@ -41,11 +41,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a step. The title names what ran in its place; the detail is a reason, or counts of tests.
+    """The result of a step. The title names the substitute that ran, if any; the detail is a reason or counts of tests.
 
     Attributes:
         body: Markdown for the report.
-        is_hopeless: whether none of it worked, or NCCL refused two ranks on one GPU.
+        is_hopeless: whether nothing in the step worked, or NCCL refused two ranks on one GPU.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many seconds there are for all steps, counted from `began`; `slow` is a factor of every step's limit."""
+    """The seconds for all steps, counted from `began`; every step's limit is multiplied by `slow`."""
 
     seconds: float
     slow: float = 1.0
@@ -71,13 +71,13 @@ class Budget:
         return self.seconds - (time.monotonic() - self.began) - _GRACE
 
     def limit_of(self, step: Step) -> float:
-        """Return the seconds that a step has: less than in the table if the budget is, so that others have some too."""
+        """Return the seconds for a step: fewer than in the table if the budget is small, to leave some to others."""
         scaled = step.limit * self.slow * min(1.0, self.seconds / FULL)
         return min(max(scaled, min(step.limit, _LEAST)), self.left)
 
 
 def run_process(command: Command, limit: float, environment: dict[str, str]) -> Ended:
-    """Run a program in the checkout; interrupt it after `limit` seconds, and kill its process group in the end."""
+    """Run a program in the checkout. Interrupt it after `limit` seconds, and kill its process group at the end."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
@@ -100,11 +100,11 @@ def run_process(command: Command, limit: float, environment: dict[str, str]) -> 
 
 @dataclass
 class Run:
-    """Runs the table of steps, and goes on after failures.
+    """Runs the table of steps, and continues after failures.
 
     Attributes:
         record_outcome: called with each outcome and all output of its step.
-        machine: what `gpu_check.machine.describe` found, empty before `find_machine`.
+        machine: the result of `gpu_check.machine.describe`; empty before `find_machine`.
     """
 
     budget: Budget
@@ -132,7 +132,7 @@ class Run:
         self._end(outcome, output)
 
     def run(self, steps: Iterable[Step], share: Callable[[], Mapping[str, str]]) -> None:
-        """Run steps; before those on two NCCL ranks of one GPU, `share` is called for more variables."""
+        """Run steps. Before steps on two NCCL ranks of one GPU, call `share` for more environment variables."""
         for step in steps:
             chosen = step if self.has_gpu else step.on_cpu()
             reason = self._why_not(step) or (chosen if isinstance(chosen, str) else "")
@@ -184,13 +184,13 @@ _TEST = re.compile(
 
 
 def find_tests(output: str) -> list[tuple[str, str]]:
-    """Return outcome and name of each test in the output of ``pytest -v``, also of a run that did not end."""
+    """Return outcome and name of each test in the output of ``pytest -v``, even of a run that did not end."""
     found = filter(None, map(_TEST.match, output.splitlines()))
     return [(match[1] or match[4], (match[2] or match[3]).strip()) for match in found]
 
 
 def find_unfinished(output: str) -> list[str]:
-    """Return the tests that began and have no outcome: those that ran when ``pytest -v`` was interrupted."""
+    """Return the tests that began and have no outcome, because they ran when ``pytest -v`` was interrupted."""
     begun = [line.strip() for line in output.splitlines() if re.match(r"\S+\.py::", line) and not _TEST.match(line)]
     ended = {name for _, name in find_tests(output)}
     return [name for name in dict.fromkeys(begun) if name not in ended]
@@ -211,11 +211,11 @@ def judge(ended: Ended, limit: float, *, counts_tests: bool) -> tuple[Verdict, s
 
 
 def body_of(output: str, *, is_well: bool) -> str:
-    """Return the tables of an output, tests that did not pass, and unless all is well, what was running and its end."""
+    """Return the tables of an output and the tests that did not pass; unless all is well, also the last lines."""
     lines = output.splitlines()
     tables = [line if line.startswith("| ") else "" for line in lines]
     parts = re.split(r"\n{2,}", "\n".join(tables).strip("\n")) if any(tables) else []
-    # The summary has causes; a run that was killed has none.
+    # The summary has the causes; a run that was killed has no summary.
     wrong = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     wrong = wrong or [" ".join(found) for found in find_tests(output) if found[0] in ("FAILED", "ERROR")]
     wrong = [f"running: {name}" for name in find_unfinished(output) if not is_well] + wrong

@@ -1,10 +1,10 @@
-"""How two NCCL ranks share one GPU. NVIDIA does not support it up to NCCL 2.29; it may hang, so a timeout must end it.
+"""Makes two NCCL ranks share one GPU. NVIDIA does not support this up to NCCL 2.29, and it may hang, so use a timeout.
 
 NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). From 2.30 on ``NCCL_MULTI_RANK_GPU_ENABLE=1`` allows it,
-experimentally (its user guide, Environment Variables). Before, NCCL compares a hash of the host and the PCI address;
-the hash is of ``NCCL_HOSTID`` if that is set (its sources, misc/utils.cc). With a host id of its own each rank counts
-as another host, and the ranks talk by sockets over loopback. So kernels, streams, futures and aborts are NCCL's; its
-speed and its transports through shared memory are not shown.
+experimentally (its user guide, Environment Variables). Earlier versions compare a hash of the host and the PCI address;
+the hash is of ``NCCL_HOSTID`` if that is set (its sources, misc/utils.cc). With its own host id each rank counts as
+another host, and the ranks communicate by sockets over loopback. So kernels, streams, futures and aborts are NCCL's,
+but this shows neither its speed nor its transports through shared memory.
 
 Without MPS the kernels of two processes take turns of some milliseconds.
 """
@@ -34,7 +34,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "NCCL_IB_DISABLE": "1",
     # Ranks of one GPU cannot share NVLink SHARP.
     "NCCL_NVLS_ENABLE": "0",
-    # All channels must be resident at a time, beside those of the other rank.
+    # All channels of both ranks must be resident at the same time.
     "NCCL_MAX_CTAS": "2",
     "NCCL_DEBUG": "WARN",
 }
@@ -44,7 +44,7 @@ _PATIENCE = 10.0
 
 
 def claim_host() -> None:
-    """Let NCCL take this process for a host of its own. Call before its first collective; no-op unless it shares."""
+    """Make NCCL treat this process as a host of its own. Call before its first collective; no-op unless ranks share."""
     from gpu_check.machine import nccl_version
 
     if os.environ.get(SHARED) and nccl_version() < _ALLOWED_FROM:
@@ -64,7 +64,7 @@ def served_by_mps(notes: list[str]) -> Iterator[Mapping[str, str]]:
         served = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
         try:
             works = _starts(program, served)
-            refused = "is installed and does not work: kernels of the two ranks take turns"
+            refused = "is installed but does not work: kernels of the two ranks take turns"
             notes.append(f"MPS {'serves the steps on two NCCL ranks' if works else refused}.")
             yield served if works else {}
         finally:
@@ -89,7 +89,7 @@ def _quit(program: str, served: Mapping[str, str]) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that has ended may still wait for its parent to look."""
+    """Return True if a process runs. One that has ended may still wait for its parent to read its status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -101,7 +101,7 @@ def _starts(program: str, served: Mapping[str, str]) -> bool:
     log = Path(served["CUDA_MPS_LOG_DIRECTORY"], "gpu-check.log")
     for command in ([program, "-d"], uses_the_gpu):
         try:
-            # To a file: the daemon would keep a pipe open.
+            # To a file, because the daemon would keep a pipe open.
             with log.open("wb") as output:
                 subprocess.run(
                     command, env=os.environ | served, timeout=30, check=True, stdout=output, stderr=subprocess.STDOUT

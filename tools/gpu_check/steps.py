@@ -1,4 +1,4 @@
-"""Lists the steps in order of value, and what replaces each on a machine without a GPU."""
+"""Lists the steps in order of value, and the substitute for each on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Substitute:
-    """What runs in place of a step where there is no GPU, with the step's limit if it has none of its own."""
+    """What runs instead of a step without a GPU, with the step's limit if it has none of its own."""
 
     name: str
     command: Command
@@ -32,12 +32,12 @@ class Step:
     """One row of the table.
 
     Attributes:
-        title: what it shows.
-        limit: seconds after which it is ended.
-        without_gpu: what runs without a GPU, or why nothing does; None if the same command does.
-        environment: variables beside those of the driver.
-        after: names of steps that show whether this one can work: if one timed out, or nothing in it worked, this is
-            skipped.
+        title: what the step shows.
+        limit: seconds after which the step is ended.
+        without_gpu: what runs without a GPU, or why nothing runs; None if the same command runs.
+        environment: variables in addition to the driver's.
+        after: names of steps that show whether this one can work. If one of them timed out, or nothing in it worked,
+            this step is skipped.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Step:
     after: tuple[str, ...] = ()
 
     def on_cpu(self) -> Step | str:
-        """Return the step that runs without a GPU, under a title that names the substitute, or why none does."""
+        """Return the step that runs without a GPU, with a title that names the substitute, or why none runs."""
         if not isinstance(self.without_gpu, Substitute):
             return self.without_gpu or self
         title, limit = f"{self.title} ({self.without_gpu.name})", self.without_gpu.limit or self.limit
@@ -72,7 +72,7 @@ def table(workers: int) -> list[Step]:
     streams = _measure("8a", title, 40, "iterations", 2, "fake", without_gpu="no GPU, and sanitizers look at CUDA")
     hooks = _tests(workers, *gloo, _HOOKS, "tests/step/test_master_weights.py")
     # Its extension may have to be compiled.
-    on_emulated = Substitute("stand-in: the emulated device", emulated, 180)
+    on_emulated = Substitute("substitute: the emulated device", emulated, 180)
     all_tests, no_gpu = _tests(workers, *gloo, "tests"), "no GPU; `nox -s tests` runs these tests on the CPU"
     shared = _tests(1, *nccl, "-k", "2-nccl", _HOOKS, *_TRANSFERS)
     delayed, over_gloo = ("parity,waits", 2, "nccl"), "two ranks on one GPU over gloo"
@@ -101,7 +101,7 @@ def table(workers: int) -> list[Step]:
 
 
 def pythonpath() -> str:
-    """Return ``PYTHONPATH`` with what it needs so that nothing of the checkout has to be installed, in front."""
+    """Return ``PYTHONPATH`` with the sources of the checkout in front, so that they need not be installed."""
     folders = [*sorted(ROOT.glob("packages/*/src")), ROOT / "tests", ROOT / "tools"]
     return ":".join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
 
@@ -134,7 +134,7 @@ def _measure(
         return (sys.executable, "-m", "gpu_check.measure", what, f"--ranks={ranks}", f"--backend={chosen}", *options)
 
     on_cpu = "gloo" if backend == "nccl" else backend
-    substitute = without_gpu or Substitute(f"stand-in: {on_cpu}, CPU, a tiny model", on(on_cpu))
+    substitute = without_gpu or Substitute(f"substitute: {on_cpu}, CPU, a tiny model", on(on_cpu))
     shared = ENVIRONMENT if backend == "nccl" and ranks > 1 else {}
     return Step(name, title, limit, on(backend), substitute, shared, after)
 
@@ -144,7 +144,7 @@ _LOADED = ("torch._dynamo.compiled_autograd", "torch.distributed.optim", "zerosh
 
 
 def _tests(workers: int, *arguments: str) -> Command:
-    """Return a command that runs rank tests, each with its verdict on a line."""
+    """Return a command that runs rank tests, and prints a line with the verdict of each."""
     plugins: list[str] = ["gpu_check.pytest_plugin", *_LOADED]
     try:
         # pytest finds the plugin of a package that is installed.
@@ -155,6 +155,6 @@ def _tests(workers: int, *arguments: str) -> Command:
     at_a_time = [f"-n{workers}", "--dist=load"] if has_xdist else []
     loaded = [argument for plugin in ("no:cacheprovider", *plugins) for argument in ("-p", plugin)]
     start: Sequence[str] = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfEs", "--disable-warnings", *loaded]
-    # A module that this machine lacks must not keep the other files from running.
-    # A test that hangs must leave time to the others of its step.
+    # A missing module must not keep the other files from running.
+    # A test that hangs must leave time for the other tests of its step.
     return (*start, "--continue-on-collection-errors", *at_a_time, "--ranks-timeout=20", *arguments)

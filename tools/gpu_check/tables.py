@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Table:
-    """Prints a table row by row, so that a killed measurement leaves the rows that it finished.
+    """Prints a table row by row, so that a measurement that is killed leaves the rows that it finished.
 
     Attributes:
         failed: how many rows were wrong on this rank.
@@ -22,7 +22,7 @@ class Table:
         self.row(*["---"] * len(columns))
 
     def row(self, *cells: object, failed: bool = False) -> None:
-        """Print a row; numbers with a fraction get three digits of it."""
+        """Print a row; floats have three decimal places."""
         self.failed += failed
         if dist.get_rank() == 0:
             texts = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
@@ -30,7 +30,7 @@ class Table:
 
     @contextmanager
     def tried(self, *cells: object) -> Iterator[list[object]]:
-        """Print a row that ends with the error that the block raises, with the cells that it adds, or with "ok"."""
+        """Print a row that ends with the error that the block raises, or the cells that it adds, or "ok"."""
         found: list[object] = []
         try:
             yield found

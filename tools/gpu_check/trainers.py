@@ -1,4 +1,4 @@
-"""Builds what trains: DDP with the plain or torch's optimizer, zeroshard with its hooks, or with sharded gradients."""
+"""Builds trainers: DDP with the plain or torch's optimizer, zeroshard with its hooks, or with sharded gradients."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _STEPPING: dict[str, Callable[..., Any]] = {
     "hook_with_zero_step_interleaved": hook_with_zero_step_interleaved,
 }
 HOOKS = [WHOLE, SPLIT, *(f"{partition}, {hook}" for hook in _STEPPING for partition in (WHOLE, SPLIT))]
-"""Partition and hook of zeroshard; `reduce_to_owner_hook` where none is named."""
+"""Partition and hook of zeroshard; `reduce_to_owner_hook` if none is named."""
 SHARDED = SHARDED_WHOLE, SHARDED_SPLIT = [f"{partition}, sharded gradients" for partition in (WHOLE, SPLIT)]
 """Partition of zeroshard, without DDP."""
 
@@ -58,12 +58,12 @@ class Trainer:
 
 
 def partition_of(name: str) -> Literal["whole", "split"]:
-    """Return the partition of a trainer; that of one without zeroshard is "whole", as torch's class has it."""
+    """Return the partition of a trainer; "whole", as torch's class has it, without zeroshard."""
     return "split" if name.startswith(SPLIT) else "whole"
 
 
 def steps_in_backward(name: str) -> bool:
-    """Whether a hook of zeroshard steps during backward, so that the loop has no gradients to clip or to unscale."""
+    """Return True if a hook of zeroshard steps during backward, so the loop has no gradients to clip or to unscale."""
     return name.partition(", ")[2] in _STEPPING
 
 
@@ -96,7 +96,7 @@ def trainer(name: str, size: str, kind: type[Optimizer] = AdamW, **settings: Any
 
 
 def _all_reduce_without_data(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Do what DDP does without a hook, which the fake backend does not support: its work has no future."""
+    """Reduce as DDP does without a hook, which the fake backend does not support, because its work has no future."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(buffer, async_op=True)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[DEVICE] if CUDA else [])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-# The trials import this folder by its name too, in processes of their own.
+# The trials also import this folder by its name, in their own processes.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from optimizer_page.cli import main

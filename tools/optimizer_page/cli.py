@@ -1,4 +1,4 @@
-"""The command line: tries the optimizers of all packages, and writes what was seen as tables in Markdown."""
+"""The command line: tries the optimizers of all packages, and writes the results as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def main(
     names = package or list(PACKAGES)
     unknown = [name for name in names if name not in PACKAGES]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(PACKAGES)}", param_hint="--package")
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(PACKAGES)}", param_hint="--package")
     try:
         seen = list(_seen(names))
         versions = {name: importlib.metadata.version(PACKAGES[name]).partition("+")[0] for name in names}
     except ImportError as error:
-        raise typer.BadParameter(f"install the packages that are to be tried: {error}") from None
+        raise typer.BadParameter(f"install the packages to try: {error}") from None
     tables = tables_of(seen, versions)
     if write:
         before, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
@@ -55,7 +55,7 @@ def main(
 
 
 def _seen(packages: Sequence[str]) -> Iterator[Seen]:
-    """Yield what was seen, in the order of the packages and their classes."""
+    """Yield the results, in the order of the packages and their classes."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         trials: list[Trial] = []
         for name, answer in zip(packages, pool.map(ask, packages), strict=True):

@@ -1,4 +1,4 @@
-"""What is tried of the optimizers of each package, and how those are built that want more than parameters."""
+"""The trials of each package's optimizers, and how to build optimizers that need more than parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ARGUMENTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "pytorch_optimizer.Ranger21": ({"num_iterations": 50, "weight_decay": 0.1},),
     "pytorch_optimizer.SAM": _SHARP,
 }
-"""What a class is tried with, one after another, if that is not nothing."""
+"""The arguments with which a class is tried, one after another; classes that are not listed get none."""
 
 _WRAPPERS = ("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC")
 _MARKED = {
@@ -54,7 +54,7 @@ _MARKED = {
 }
 _STEPS = 5
 _WHOLE, _CUT_AT = (130, 128), 65
-"""The shape of a tensor that is stepped whole and in two parts, and the row where it is cut: inside a block of 256
+"""The shape of a tensor that is stepped whole and in two parts, and the row at which it is cut: inside a block of 256
 elements, which quantised optimizers scale together."""
 
 
@@ -80,7 +80,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a trial has shown: what :class:`zeroshard.OptimizerCheck` has, and whether ZeroRedundancyOptimizer refuses.
+    """The result of a trial: a :class:`zeroshard.OptimizerCheck`, and whether ZeroRedundancyOptimizer refuses it.
 
     If it does not, the class fits the partition that :func:`partition_of` returns.
     """
@@ -94,17 +94,17 @@ class Seen:
 
     @property
     def partition(self) -> str:
-        """The partition for it, or ``"refused"``; empty if that is not known."""
+        """The partition for the class, or ``"refused"``; empty if unknown."""
         return "refused" if self.refused else self.fits if self.verdict != "cannot tell" else ""
 
     @property
     def is_missing(self) -> bool:
-        """Whether the table of what couples tensors lacks it."""
+        """Whether the table of classes that couple tensors lacks the class."""
         return self.verdict == "coupled" and not self.refused
 
 
 def trials_of(package: str) -> list[Trial]:
-    """List what is to be tried of a package: its own classes, as they are exported; ImportError if it is missing."""
+    """Return the trials of a package: of the classes that it defines and exports. ImportError if it is missing."""
     found = [
         name
         for name, item in vars(importlib.import_module(package)).items()
@@ -132,8 +132,8 @@ def run(trial: Trial) -> Seen:
 def partition_of(build: Build, arguments: Mapping[str, Any], *, draws: bool = False) -> str:
     """Return the partition that fits: a tensor is stepped whole and in two parts.
 
-    ``"split"`` if both give the same bits and the state can be cut too, ``"whole"`` if there is state that belongs to
-    no tensor, else ``"level"``: also if the class draws random numbers, of which parts get others, or fails.
+    ``"split"`` if both results are bitwise equal and the state can be cut too, ``"whole"`` if some state belongs to no
+    tensor, otherwise ``"level"``, also if the class fails, or draws random numbers, which differ for parts.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
@@ -183,7 +183,7 @@ def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def builder_of(package: str, kind: type[torch.optim.Optimizer]) -> Build:
-    """Return what builds an optimizer of a class from parameters and arguments: mostly the class itself."""
+    """Return a function that builds an optimizer of a class from parameters and arguments: usually the class itself."""
     if package == "pytorch_optimizer" and kind.__name__ in _WRAPPERS:
         return lambda params, **arguments: cast(Any, kind)(torch.optim.AdamW(params), **arguments)
     if kind.__name__ in _MARKED.get(package, ()):
@@ -208,8 +208,8 @@ def _is_refused(kind: type[torch.optim.Optimizer], build: Build, arguments: Mapp
 
 
 def serve(connection: Connection) -> None:
-    """Answer a package's name with its trials, or the ImportError, and a trial with what it has shown; without end."""
-    # What classes print is of no use here.
+    """Answer a package's name with its trials or the ImportError, and a trial with its result, in an endless loop."""
+    # The output of the classes is not needed.
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Processes that try optimizers, one after another, and are ended where one does not come to its end."""
+"""Processes that try optimizers, one after another, and that are replaced if a trial does not end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _own = threading.local()
 
 
 class Worker:
-    """A process that answers questions; another takes its place when it had to be ended.
+    """A process that answers questions. If it has to be killed, another one replaces it.
 
     Args:
-        limit: how many seconds an answer may take, the import of a package included.
+        limit: how many seconds an answer may take, including the import of a package.
     """
 
     def __init__(self, limit: float) -> None:
@@ -24,7 +24,7 @@ class Worker:
         self._start()
 
     def ask(self, question: object) -> object:
-        """Return the answer, see :func:`serve`; or a string, in words, if there is none in time."""
+        """Return the answer of :func:`serve`, or the reason, as a string, if there is no answer in time."""
         try:
             self._connection.send(question)
             if self._connection.poll(self.limit):

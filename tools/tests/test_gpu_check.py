@@ -93,7 +93,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_unless_it_is_hidden(tmp_path, m
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine.torch.cuda, "init", init)
-    reason = "nvidia-smi lists NVIDIA H100 PCIe, and torch cannot use it: the driver is too old"
+    reason = "nvidia-smi lists NVIDIA H100 PCIe, but torch cannot use it: the driver is too old"
     assert machine.why_unusable() == reason
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.why_unusable() == ""
@@ -143,13 +143,13 @@ def test_slow_tests_leave_time_for_all_steps_up_to_captures(budget):
 
 
 def test_without_a_gpu_a_substitute_runs_under_its_own_name_or_the_reason_is_given():
-    substitute = Substitute("stand-in: gloo, CPU", python("pass"))
+    substitute = Substitute("substitute: gloo, CPU", python("pass"))
     run = run_of([step("2", "1 / 0", without_gpu=substitute), step("3", "1 / 0", without_gpu="no GPU")])
-    assert run.outcomes[0].title == "shows 2 (stand-in: gloo, CPU)"
+    assert run.outcomes[0].title == "shows 2 (substitute: gloo, CPU)"
     assert verdicts(run) == {"2": "passed", "3": "skipped: no GPU"}
     for each in table(2):
         name = each.without_gpu.name if isinstance(each.without_gpu, Substitute) else each.without_gpu
-        assert name.startswith(("stand-in: ", "no GPU"))
+        assert name.startswith(("substitute: ", "no GPU"))
 
 
 def test_on_a_gpu_the_steps_themselves_run_and_those_of_two_nccl_ranks_share():
@@ -255,7 +255,7 @@ def test_mps_that_was_started_is_told_to_quit(tmp_path, monkeypatch, works):
         assert bool(served) is works
         assert log.read_text() == "started\n"
     assert log.read_text() == "started\nquit\n"
-    told = "MPS serves the steps on two NCCL ranks." if works else "MPS is installed and does not work"
+    told = "MPS serves the steps on two NCCL ranks." if works else "MPS is installed but does not work"
     assert [note.partition(":")[0] for note in notes] == [told]
 
 
@@ -299,7 +299,7 @@ def test_some_steps_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# gpu-check: no GPU\n\n3 steps: 2 passed, 1 skipped.")
-    assert "| 5c | memory of GPT-2 124M, two ranks over gloo (stand-in: gloo, CPU, a tiny model) | passed |" in report
+    assert "| 5c | memory of GPT-2 124M, two ranks over gloo (substitute: gloo, CPU, a tiny model) | passed |" in report
     assert "| 7a | CUDA graph of step() at one rank | skipped: no GPU, and the CPU has no CUDA graphs | 0 |" in report
     assert "| split | 2 |" in report
     assert "##### 1 versions" in (tmp_path / "log.txt").read_text()

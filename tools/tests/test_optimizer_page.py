@@ -140,7 +140,7 @@ def test_it_fails_on_what_eligibility_lacks_and_writes_the_tables_of_the_page(mo
 
 
 def test_an_unknown_package_is_refused_before_anything_runs():
-    with pytest.raises(typer.BadParameter, match=r"'x' is none of torch.optim"):
+    with pytest.raises(typer.BadParameter, match=r"'x' is not one of torch.optim"):
         cli.main(["x"])
 
 
