@@ -183,11 +183,11 @@ WRAPPED = [("support.stand_ins.QuantisedSGD", {}), ("torchao.optim.AdamW8bit", {
 
 @pytest.mark.ranks(3, backend="gloo")
 @classes(*QUANTISED, *WRAPPED)
-def test_quantised_state_stays_whole_and_is_counted_as_it_is(name: str, arguments: dict[str, Any], rank: int) -> None:
+def test_quantized_state_stays_whole_and_is_counted_as_it_is(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins(language_model)
     (hidden, rest), (plain_hidden, plain_rest) = parted(model), parted(reference)
-    quantised = {"params": rest, "optimizer_class": found(name), "optimizer_defaults": arguments}
-    sharded = ZeroRedundancyOptimizer([quantised, {"params": hidden}], optim.AdamW, partition="level")
+    quantized = {"params": rest, "optimizer_class": found(name), "optimizer_defaults": arguments}
+    sharded = ZeroRedundancyOptimizer([quantized, {"params": hidden}], optim.AdamW, partition="level")
     plain = [found(name)(plain_rest, **arguments), optim.AdamW(plain_hidden)]
     assert not sharded.plan.is_cut(0)
     train_equally(model, sharded, reference, plain)
@@ -211,7 +211,7 @@ def test_state_that_does_not_follow_the_elements_is_not_cut(name: str, arguments
 
 @pytest.mark.ranks(2, backend="gloo")
 @classes(*QUANTISED)
-def test_quantised_state_is_saved_and_loaded(name: str, arguments: dict[str, Any], rank: int) -> None:
+def test_quantized_state_is_saved_and_loaded(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins(language_model)
     sharded, plain = twin_optimizers((model, reference), found(name), **arguments)
     train_equally(model, sharded, reference, [plain])

@@ -55,7 +55,7 @@ _MARKED = {
 _STEPS = 5
 _WHOLE, _CUT_AT = (130, 128), 65
 """The shape of a tensor that is stepped whole and in two parts, and the row at which it is cut: inside a block of 256
-elements, which quantised optimizers scale together."""
+elements, which quantized optimizers scale together."""
 
 
 @dataclass(frozen=True)

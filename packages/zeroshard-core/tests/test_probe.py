@@ -112,7 +112,7 @@ class Quantising(torch.optim.SGD):
         self.state[param]["momentum"] = momentum
 
 
-def test_the_bytes_of_a_quantised_entry_are_of_the_tensors_in_it():
+def test_the_bytes_of_a_quantized_entry_are_of_the_tensors_in_it():
     found = probe(Quantising, {}, [TensorSpec("weight", (10, 4), torch.float32)])
     assert found[(10, 4), torch.float32] == {"momentum": StateEntry((10, 4), torch.float32, 40)}
 

@@ -125,7 +125,7 @@ DEEPSPEED = {
         def init_distributed(backend):
             global cdb
             assert cdb is None, "it is the last test's"
-            cdb = "initialised"
+            cdb = "initialized"
     """,
     "utils/groups.py": "_WORLD_GROUP, _GROUPS = None, {}",
 }
@@ -138,7 +138,7 @@ KEEPS_STATE = (
     @pytest.mark.parametrize("turn", [1, 2])
     class TestDeepSpeed(DistributedTest):
         def test_state(self, turn):
-            assert deepspeed.comm.comm.cdb == "initialised"
+            assert deepspeed.comm.comm.cdb == "initialized"
             assert groups._WORLD_GROUP is None and not groups._GROUPS
             groups._WORLD_GROUP = groups._GROUPS["all"] = dist.group.WORLD
     """

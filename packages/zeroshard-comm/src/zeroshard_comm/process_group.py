@@ -122,11 +122,11 @@ class RankGroup:
         """Return this rank's view of ``group``, or of the default group if that is None.
 
         Raises:
-            RuntimeError: if torch.distributed is not initialised, or this process is not in the group.
+            RuntimeError: if torch.distributed is not initialized, or this process is not in the group.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
+                "torch.distributed is not initialized: call torch.distributed.init_process_group() first "
                 "(a script started by torchrun needs only init_process_group('gloo') or ('nccl'))"
             )
         found = group if group is not None else dist.group.WORLD

@@ -145,6 +145,6 @@ def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
 def _check_backend(ranks: RankGroup, device: torch.device) -> None:
     if ranks.moves_data() and not ranks.backend(device.type):
         raise RuntimeError(
-            f"rank {ranks.rank}: the process group has no backend for tensors on {device.type!r}; initialise it with "
+            f"rank {ranks.rank}: the process group has no backend for tensors on {device.type!r}; initialize it with "
             f"one, e.g. init_process_group('cpu:gloo,cuda:nccl')"
         )

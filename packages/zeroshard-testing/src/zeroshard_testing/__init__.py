@@ -1,7 +1,7 @@
 """Multi-rank tests for pytest: each rank runs the test under its own pytest, and their operations are compared.
 
 Mark a test with ``@pytest.mark.ranks(2, 4)`` and it runs on every rank of a warm pool of worker processes, with
-`torch.distributed` initialised. Importing this package does not import torch.
+`torch.distributed` initialized. Importing this package does not import torch.
 
 PYTEST_DONT_REWRITE: without this word, pytest warns if the package is imported early; it has no tests to rewrite.
 """

@@ -14,7 +14,7 @@ _NCCL_THAT_SHARES = (2, 30)
 
 
 def machine() -> dict[str, Any]:
-    """Return which backends torch has, and the number of CUDA devices. Initialises CUDA."""
+    """Return which backends torch has, and the number of CUDA devices. Initializes CUDA."""
     import torch
     import torch.distributed as dist
 

@@ -30,13 +30,13 @@ def run_on_ranks(
     """Call ``function(*args, **kwargs)`` on every rank of a process group, and return the results by rank.
 
     Args:
-        function: The function to call, with `torch.distributed` initialised. It is sent by cloudpickle if that is
+        function: The function to call, with `torch.distributed` initialized. It is sent by cloudpickle if that is
             installed, otherwise by pickle, which accepts only functions defined in a module.
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
         backend: The backend, as for ``@pytest.mark.ranks``.
         timeout: Seconds that the call may take; the timeout of a test by default.
-        init: Whether the default process group is initialised.
+        init: Whether the default process group is initialized.
         checks: The checks to turn off, or on if they are off by default.
         title: The name of the call in reports; the function's name by default.
         **kwargs: Named arguments.

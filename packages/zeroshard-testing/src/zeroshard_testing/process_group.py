@@ -43,7 +43,7 @@ class GroupKeeper:
             threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
 
     def begin(self, message: Message) -> None:
-        """Initialise the default process group that a test needs, unless it exists with the same key.
+        """Initialize the default process group that a test needs, unless it exists with the same key.
 
         The key is the message's ``group`` and how often tests lost that group. It is equal on all its ranks.
         """
@@ -79,7 +79,7 @@ class GroupKeeper:
             self._store.add(f"{message['group']} lost", 1)
 
     def retire(self) -> None:
-        """Uninitialise `torch.distributed` now, and close the groups' connections in the background."""
+        """Uninitialize `torch.distributed` now, and close the groups' connections in the background."""
         self._current = self._shared = None
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import close_groups

@@ -28,7 +28,7 @@ def assert_matches_single_process(
     """Assert that a training function returns the same tensors on every rank as in a single process.
 
     Call it in an ordinary test, not in one marked with ``ranks``. It runs the function in a process group of one rank,
-    then on the ranks, with the default process group initialised in both cases, and compares on each rank. The function
+    then on the ranks, with the default process group initialized in both cases, and compares on each rank. The function
     must give each rank its part of every batch.
 
     Args:

@@ -35,7 +35,7 @@ class RanksSpec:
 
     ``isolation`` is ``"group"`` for a new process group, ``"process"`` for new processes, ``"none"`` for one group per
     module. ``timeout`` is in seconds; None means the timeout of the run. ``fake_rank`` is the rank of the only process
-    of the backend ``"fake"``. ``init`` says whether the default process group is initialised, ``checks_off`` which
+    of the backend ``"fake"``. ``init`` says whether the default process group is initialized, ``checks_off`` which
     `CHECKS` are off, ``checks_on`` which `OPTIONAL_CHECKS` are on.
     """
 

@@ -501,7 +501,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._engine.join.context is not None:
             raise ValueError(
-                "the optimizer is in a Join block, where ranks without data cannot follow a communication hook. "
+                "the optimizer is in a Join block, where ranks without data cannot run a communication hook. "
                 "With uneven data leave the hook out"
             )
         if self._overlap_with_ddp and mode is StepMode.IN_STEP:

@@ -191,7 +191,7 @@ def _of_safetensors(path: Path) -> Model:
     matrices = frozenset(name for name, rows in two_d.items() if name not in embeddings and rows != vocabulary)
     notes = [f"left out, as buffers or of a dtype that is not trained: {listed(left_out)}"] if left_out else []
     if not embeddings:
-        notes.append("no embedding was recognised by its name: --show lists what counts as a matrix")
+        notes.append("no embedding was recognized by its name: --show lists what counts as a matrix")
     return Model(str(path), params, 0, matrices, notes=tuple(notes))
 
 
