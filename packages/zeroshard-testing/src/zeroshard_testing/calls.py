@@ -42,7 +42,8 @@ def run_on_ranks(
         **kwargs: Named arguments.
 
     Returns:
-        The return value of each rank, in order: tensors, numbers, strings, None, and lists, tuples and dicts of these.
+        The return value of each rank, in order. It may be a tensor, number, string or None, or hold these in lists,
+        tuples and dicts.
 
     Raises:
         RanksFailure: If the function raised, ended, or left out a collective on a rank. It names the cause first.

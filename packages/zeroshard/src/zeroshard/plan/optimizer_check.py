@@ -39,7 +39,7 @@ _TRIED: WeakKeyDictionary[type, dict[str, OptimizerCheck]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class OptimizerCheck:
-    """The result of :func:`check_optimizer`.
+    """Says whether an optimizer couples tensors; :func:`check_optimizer` returns it.
 
     Attributes:
         verdict: ``"equal"``: no tensor depended on the others. ``"coupled"``: one did. ``"draws random numbers"``:
