@@ -7,7 +7,7 @@ complement have no bit in common if and only if all digests are equal. If ranks 
 text to rank 0, which decides what all ranks raise.
 
 Ranks that wait for a lost rank notice the loss, and tell the others in the same agreement. If a rank is lost between
-two rounds, the ranks that have already received its word may raise only in the next agreement.
+two rounds, ranks that have already received its word may complete this agreement, and raise in the next one.
 
 A rank that raises outside of an agreement *tells* the others: it writes its error to the store, and sends its word of
 the next agreement at once, with the bit for "failed". Its own next agreement uses this word, so all ranks raise there.

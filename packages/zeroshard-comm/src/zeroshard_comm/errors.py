@@ -100,8 +100,8 @@ def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostErro
 
 def _uneven(operation: str) -> str:
     advice = (
-        " With uneven data, use zeroshard_integrations.join.Join([ddp, optimizer]) instead of ddp.join(), "
-        "or the join() of shard_gradients()."
+        " With uneven data, use zeroshard_integrations.join.Join([ddp, optimizer]), or the join() of "
+        "shard_gradients(), instead of ddp.join()."
     )
     return advice if operation == "step()" else ""
 
@@ -164,7 +164,7 @@ def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tu
     return "DisagreementError", (
         f"{reference.operation}: {_ranks([report.rank for report in others])} "
         f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "
-        f"{words or 'they passed different values'}. "
+        f"{words or 'their values differ'}. "
         f"Build the same model and optimizer on every rank, and make the same changes to them."
     )
 

@@ -86,7 +86,7 @@ class GradientReducer(ABC):
         """Drop references to the memory of the last bucket, and to the views that :meth:`owned` has returned."""
 
     def expect(self) -> None:  # noqa: B027 - some have nothing to prepare
-        """Prepare for the next :meth:`begin`, before there are values to send. Call it at most once for each."""
+        """Prepare for the next :meth:`begin`, before there are values. Call it at most once for each, in order."""
 
     @abstractmethod
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
@@ -120,7 +120,7 @@ class ParameterBroadcaster(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait until peers' segments hold their values; peers may still read this rank's own. No-op after the first."""
+        """Wait until peers' segments hold their values; peers may still read this rank's own. No-op when done."""
 
     def wait(self) -> None:
         """Wait as :meth:`arrive` does, and also until this rank's own segments may be changed.

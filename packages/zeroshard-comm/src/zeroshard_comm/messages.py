@@ -135,7 +135,7 @@ PACKED_BYTES = 2 * 1024 * 1024
 """Small runs of gradients are copied into messages of at most this many bytes."""
 
 STAGING_LIMIT = 8 * 1024 * 1024
-"""A staging buffer holds at most this many bytes. Each packed piece fits, because it has fewer than ``PACK_BELOW``."""
+"""A staging buffer holds at most this many bytes. Each packed piece fits, because ``PACK_BELOW`` is smaller."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -173,8 +173,8 @@ class RankGroup:
         """Close zeroshard's own connections of this rank, so that no other rank waits for this one.
 
         Every exchange of zeroshard on the process group then raises, on every rank. The user's group stays open. If the
-        error is a PeerLostError, this also aborts this rank's operations on backends other than gloo, once. Otherwise
-        they wait for the lost rank until the backend's own timeout, and so does user code that reads their results.
+        error is a PeerLostError, this also aborts this rank's operations on backends other than gloo, once: they, and
+        user code that reads their results, would wait for the lost rank until the backend's own timeout.
 
         Args:
             error: the reason, which later errors of this rank quote.

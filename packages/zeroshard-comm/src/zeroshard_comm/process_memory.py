@@ -74,7 +74,7 @@ def _vectors(parts: Sequence[tuple[int, int, int]], side: int) -> ctypes.Array[_
 
 
 def machine() -> int:
-    """Return a checksum, equal for processes that may read each other's memory; 0 if this process can read none."""
+    """Return a checksum of the machine and its namespaces, which peers compare; 0 if this process cannot read."""
     if _libc() is None or os.environ.get(SWITCH, "") == "0":
         return 0
     try:

@@ -156,7 +156,7 @@ class Notice:
                 self.store.delete_key(key)
 
     def leave(self, why: str) -> str:
-        """Write why this rank leaves the ring, unless another rank has left; return why the first one left."""
+        """Write why this rank leaves the ring, unless a rank has written; return why the first one left."""
         with suppress(RuntimeError):
             return self.store.compare_set("why", "", why).decode()
         return why
@@ -213,7 +213,7 @@ class Ring:
         self._ending = weakref.finalize(self, close_connections, self._group)
 
     def combine(self, numbers: torch.Tensor, traffic: Traffic) -> bool:
-        """Replace numbers with the OR over all ranks. Return False if that failed; then they may lack some ranks'."""
+        """Replace numbers with the OR over all ranks. Return False if that failed; some may be missing then."""
         started, copies = time.perf_counter(), 1
         with suppress(RuntimeError):
             # The stubs lack these methods of the group. An error must not hold its work, because a work that is not
@@ -260,7 +260,7 @@ class Ring:
     def _give_up(self, work: dist.Work) -> None:
         """Close this rank's connections, which ends the collective.
 
-        If gloo does not notice, it ends at its timeout. Dropping the group would wait for it, so a thread holds that.
+        If gloo does not notice, it ends at its timeout. Dropping the group would wait, so a thread holds it.
         """
         threading.Thread(target=_hold, args=(self._group, work), daemon=True).start()
         close_connections(self._group)

@@ -37,7 +37,7 @@ def combine_in_rounds(
     *,
     late_is_lost: bool = True,
 ) -> torch.Tensor:
-    """Return the bitwise OR of 64-bit integers over all ranks. Every rank passes the same number. Collective.
+    """Return the bitwise OR of 64-bit integers over all ranks. Every rank passes equally many. Collective.
 
     The channel has gloo for CPU tensors. A rank that has lost another one before passes that error as ``lost``, tells
     the others, and raises the error. Raises PeerLostError if a rank is gone, or does not send within the timeout of the
