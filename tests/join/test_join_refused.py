@@ -294,7 +294,7 @@ def test_parameters_that_are_trained_only_after_a_rank_has_run_out_are_refused(r
 @pytest.mark.ranks(2, backend="gloo")
 def test_leaving_after_the_first_forward_is_refused() -> None:
     # Its calls are zero, the forward, the backward, step.
-    with pytest.raises(ValueError, match="leave the loop before it, or after the backward"):
+    with pytest.raises(ValueError, match="leave the loop before both, or after the backward"):
         Uneven([4, 4], calls=[2, 99]).train(usual)
 
 

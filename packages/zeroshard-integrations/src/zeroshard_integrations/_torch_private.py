@@ -20,7 +20,7 @@ _REDUCER = "torch.distributed.Reducer"
 USED: Mapping[str, str] = {
     "torch.autograd.Variable._execution_engine": "calls a function at the end of a backward, after DDP's callbacks",
     "torch._C._current_graph_task_id": "whether DDP calls a hook in a backward, or for torch's Join",
-    "torch._C._will_engine_execute_node": "whether a backward adds to .grad, or torch.autograd.grad() only returns",
+    "torch._C._will_engine_execute_node": "whether a backward adds to .grad, as torch.autograd.grad() does not",
     f"{_DDP}._comm_hooks": "whether there is a hook in Python",
     f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which _comm_hooks does not list",
     f"{_DDP}._has_rebuilt_buckets": "whether the next forward rebuilds buckets, which replaces the tensors in .grad",

@@ -118,7 +118,7 @@ class ZeroShardPlugin:
         if self._accelerator.project_configuration.save_on_each_node:
             raise ValueError(
                 "ProjectConfiguration(save_on_each_node=True) writes the optimizer's state on every node, but "
-                "ZeroShardPlugin gathers it only on rank 0: leave the option out, and copy the checkpoint to each node"
+                "ZeroShardPlugin gathers it only on rank 0: leave the option out, and copy the checkpoint where needed"
             )
         for optimizer in self._optimizers:
             optimizer.consolidate_state_dict()
@@ -172,7 +172,7 @@ def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mappi
 
 
 def check_parallelism(accelerator: Accelerator) -> None:
-    """Raise a ValueError that names the parallelism of an accelerator if it is not DistributedDataParallel."""
+    """Raise a ValueError if an accelerator uses other parallelism than DistributedDataParallel; name what it uses."""
     kind = accelerator.distributed_type
     others = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
     found = [kind.value] if kind in others else []

@@ -23,7 +23,7 @@ class ZeroShardTrainerMixin(Trainer):
     ranks can resume from them, and so can the plain Trainer. A single process without a process group shards nothing.
 
     Args:
-        *arguments: arguments of the Trainer. Only a ``ZeroRedundancyOptimizer`` may be passed in ``optimizers``.
+        *arguments: arguments of the Trainer. An optimizer in ``optimizers`` must be a ``ZeroRedundancyOptimizer``.
         param_groups: takes the model and returns param groups, each of which may name an ``optimizer_class``; they
             replace the Trainer's groups and its ``weight_decay``.
         gradients: ``"ddp"`` or ``"sharded"``, as for :class:`~zeroshard_integrations.accelerate.ZeroShardPlugin`.
@@ -64,7 +64,7 @@ class ZeroShardTrainerMixin(Trainer):
         if self.args.save_on_each_node:
             raise ValueError(
                 "save_on_each_node=True writes the optimizer's state on every node, but ZeroShardTrainer gathers it "
-                "only on rank 0: leave the option out, and copy the checkpoint to each node"
+                "only on rank 0: leave the option out, and copy the checkpoint where needed"
             )
         if param_groups is not None and (self.optimizer is not None or not self._is_distributed):
             raise ValueError(

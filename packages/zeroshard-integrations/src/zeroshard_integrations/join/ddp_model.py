@@ -119,7 +119,7 @@ class DDPModel:
         if ddp.static_graph and not has_rebuilt and not self._has_run:
             found = "needs one batch to record a static graph: give every rank a batch, or leave static_graph out"
         if self._reduces and not has_rebuilt and not ddp.find_unused_parameters:
-            found = "waits for the backward of its first forward: leave the loop before it, or after the backward"
+            found = "waits for the backward of its first forward: leave the loop before both, or after the backward"
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
         sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
         if sparse and not ((has_rebuilt or ddp.find_unused_parameters) and _has_buckets(ddp)):
