@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.example_scripts import script
+from support.tied_gpt import TiedGPT
 from support.training import assert_bitwise_equal, assert_same_state
 from torch import nn, optim
 from zeroshard import ZeroRedundancyOptimizer
@@ -74,7 +75,7 @@ def assert_unreadable(path: Path) -> None:
 
 def new_model() -> nn.Module:
     """The same weights on every rank and in every run."""
-    return script("quickstart").GPT(**SHAPE)
+    return TiedGPT(**SHAPE)
 
 
 def adamw(model: nn.Module, is_sharded: bool) -> optim.Optimizer:
@@ -91,7 +92,7 @@ MUON_ROUNDING = {"whole": 0.0, "level": 1e-12}
 
 def muon_model(partition: str) -> nn.Module:
     """One whose embedding of positions ``"level"`` cuts; it is then in float64."""
-    model = script("quickstart").GPT(**SHAPE | {"context": 1024})
+    model = TiedGPT(**SHAPE | {"context": 1024})
     return model.double() if MUON_ROUNDING[partition] else model
 
 
