@@ -216,7 +216,7 @@ class Buckets:
                 raise ValueError(
                     f"{label_in(layout.plan, index)} was added after the first backward with a communication hook, but "
                     f"DistributedDataParallel does not reduce it.\nBuild both with all parameters, pass "
-                    f"find_unused_parameters=True, freeze some, and unfreeze them later"
+                    f"find_unused_parameters=True, then freeze some, and unfreeze them later"
                 )
 
     def _lay_out_rest(self) -> None:

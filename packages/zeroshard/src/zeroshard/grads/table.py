@@ -152,7 +152,7 @@ class GradTable:
             if is_sent and self._params[tensor].grad is not self._placeholders[tensor]:
                 return RuntimeError(
                     f"a hook has changed .grad of {label_in(self._plan, tensor)} inside of backward(), after its "
-                    f"gradient was sent: do that after backward(), or in a hook of the tensor"
+                    f"gradient was sent: do that after backward(), or in a tensor hook"
                 )
         return None
 
@@ -216,7 +216,7 @@ class GradTable:
             elif param.grad._tensor != tensor:
                 raise RuntimeError(
                     f"the gradient of {label_in(self._plan, tensor)} was replaced by {param.grad!r}, which belongs to "
-                    f"another gradient: change gradients in place, or in a hook of the tensor"
+                    f"another gradient: change gradients in place, or in a tensor hook"
                 )
 
     def remove(self, tensor: int) -> None:
@@ -280,7 +280,7 @@ class GradTable:
         if self._reduced[tensor] is _REDUCED:
             why = (
                 "was replaced after backward() had reduced it: .grad or .grad.data was assigned, or made by a backward "
-                "under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+                "under no_sync(). Multiply or clamp the gradient in place, or change it in a tensor hook"
             )
         else:
             why = f"has not been reduced by backward(): {self._advice.unreduced}"
