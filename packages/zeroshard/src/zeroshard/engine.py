@@ -114,7 +114,7 @@ class Engine:
         return describe(self.coordinator, layouts.policy, layouts.layout, self.local, self.metadata, self.exchange)
 
     def collective(self) -> Guard:
-        """Return the context of a collective call in which ranks that have run out of data cannot take part."""
+        """Return the context of a collective call. In Join, this raises on every rank if one has run out of data."""
         self._announce(Call.REFUSED)
         return self.guard
 

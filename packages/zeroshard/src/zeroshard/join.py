@@ -58,7 +58,7 @@ class JoinCall:
 
 @dataclass(frozen=True)
 class JoinRound:
-    """The call of the ranks that still have data (JOINED if there are none), and the ranks with and without data."""
+    """The call of the ranks with data (JOINED if there are none), and the ranks with and without data, ascending."""
 
     made: JoinCall
     running: tuple[int, ...]

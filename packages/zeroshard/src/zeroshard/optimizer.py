@@ -261,7 +261,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: if there is no such rank.
-            StateMapError: if an entry of the state cannot be joined or cannot be moved without pickle, or if only some
+            StateMapError: if an entry of the state cannot be joined or cannot be sent without pickle, or if only some
                 owners of a cut tensor have it, for example because the first step failed on the others.
             DisagreementError, PeerLostError: if ranks pass different targets, or one is gone.
         """

@@ -75,8 +75,8 @@ class ParamBuffers:
     """Owns the flat buffers of the parameters, if requested, and broadcasts the parameters.
 
     With ``as_bucket_view``, parameters are packed into flat buffers and become views of them. A parameter that was
-    packed stays in its buffer. ``broadcast`` sends all parameters that a step may change at once. Only :meth:`lay_out`
-    and :meth:`restore` change this object; a step only reads it.
+    packed stays in its buffer. ``broadcast`` sends, together, all parameters that a step may change. Only
+    :meth:`lay_out` and :meth:`restore` change this object; a step only reads it.
     """
 
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:

@@ -2,8 +2,8 @@
 
 The order is fixed: this rank looks at its parameters; all ranks agree that they are in the same step of the same
 optimizer with the same layout, and that no rank has an error; each updates its shards and broadcasts them; and they
-agree that this has succeeded on all ranks. A hook that steps each bucket as soon as it is reduced has begun all of this
-during backward, in :mod:`zeroshard.grads.exchange`; the step then only finishes it.
+agree that this has succeeded on all ranks. If a hook steps each bucket as soon as it is reduced, ranks have agreed,
+updated and broadcast during backward, in :mod:`zeroshard.grads.exchange`; the step then only finishes this.
 """
 
 from __future__ import annotations

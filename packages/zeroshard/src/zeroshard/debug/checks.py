@@ -34,7 +34,7 @@ class StepChecks:
         self._compare("parameter, ignored by DistributedDataParallel,", ignored, "ZeroRedundancyOptimizer()")
 
     def compare_gradients(self) -> None:
-        """Compare the gradients, which are equal on all ranks unless a hook reduces them to owners. Collective."""
+        """Compare the gradients, which must be equal on all ranks. Call it if no source reduces them. Collective."""
         self._compare("gradient of", [param.grad for param in self._local.params], "step(), before the update")
 
     def compare_params(self, active: Sequence[bool], *, keeps_state: bool) -> None:

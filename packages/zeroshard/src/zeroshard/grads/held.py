@@ -121,7 +121,7 @@ class HeldBucket(OwnedGradients):
 class HeldBuckets:
     """Holds the buckets of one model, in the order in which they are sent, and this rank's parts of gradients.
 
-    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object. ``limit`` is in bytes.
+    Only :class:`~zeroshard.grads.sharded.ShardedGradients` changes this object. ``limit`` is a bucket's size in bytes.
     """
 
     def __init__(

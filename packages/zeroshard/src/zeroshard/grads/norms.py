@@ -75,7 +75,7 @@ class GradNorms:
         self._most = torch.tensor(largest, dtype=torch.float64, device=self._device)
 
     def compute(self, state: OwnedGradients, keep: Callable[[torch.Tensor], None]) -> None:
-        """Compute the norms of this rank's parts of a bucket. ``keep`` keeps a tensor's memory until then."""
+        """Compute the norms of this rank's parts of a bucket; ``keep`` keeps memory for the stream that computes."""
         gradients = state.owned_gradients() if self.takes_norms else {}
         if not gradients:
             return

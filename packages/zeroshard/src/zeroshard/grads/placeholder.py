@@ -39,9 +39,9 @@ class Reduced(Enum):
 
 
 class GradPlaceholder(TensorWithoutValues):
-    """Replaces a sharded gradient in ``.grad``: it has a shape and a norm, and no values.
+    """Replaces a sharded gradient in ``.grad``. Reading its values raises an error that says what to call instead.
 
-    It has the strides, dtype and device of the parameter, and no memory.
+    It has the shape, strides, dtype and device of the parameter, and no memory.
 
     Args:
         param: the parameter whose gradient it replaces.

@@ -114,7 +114,10 @@ class ShardedGradients(GradSource):
     def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
         """Raise a ValueError, on this rank only, if parameters were moved. Call it before ranks agree."""
         if common_device(params, layout) != self._device:
-            raise ValueError(f"parameters were moved from {self._device} after shard_gradients(): move them first")
+            raise ValueError(
+                f"parameters were moved from {self._device} after shard_gradients(): move the model before you build "
+                f"the optimizer"
+            )
 
     def lay_out(self, layout: Layout) -> None:
         """Adopt a layout that has passed :meth:`check_layout`, or parameters that have moved."""
@@ -229,7 +232,7 @@ class ShardedGradients(GradSource):
             self._close(work, buffer, memory)
 
     def _close(self, work: BucketReduceWork, *used: torch.Tensor | None) -> None:
-        """Wait until a bucket has been sent, and free its memory. ``used``: the bucket, and the memory lent for it."""
+        """Wait until a bucket has been sent, and give its memory back. ``used``: the bucket, and memory lent for it."""
         work.close()
         if self.transport.is_read_by_peers:
             # All ranks have finished the bucket before this one.

@@ -274,7 +274,7 @@ class LocalOptimizer:
             yield
 
     def copy_attributes(self) -> None:
-        """Copy the attributes of parameters that have changed since the last call to their detached shards.
+        """Give detached shards the attributes that were set on their parameters since the last call.
 
         A class may read them, and write its own attributes to the shards. Call it in the thread that trains.
         """
@@ -317,7 +317,7 @@ class LocalOptimizer:
         return result
 
     def _check_keys(self) -> None:
-        """Raise if one of several classes keeps state that belongs to no parameter, which no checkpoint can hold."""
+        """Raise a RuntimeError if one of several classes keeps state of no parameter, which no checkpoint can hold."""
         counts = [len(state) for state in self.states]
         if counts == self._checked:
             return

@@ -183,7 +183,7 @@ An optimizer that does not would count its steps once per part, or step all tens
 
 
 def may_step_in_parts(inner: optim.Optimizer) -> bool:
-    """Return True if an optimizer may step some tensors at a time, as known or by ``steps_in_pieces = True``."""
+    """Return True if an optimizer may step some tensors at a time: by its class, or ``steps_in_pieces = True``."""
     # Its own hooks must run once per step.
     if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False

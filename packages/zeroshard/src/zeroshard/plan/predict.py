@@ -275,7 +275,7 @@ def _slots(sizes: Sequence[int]) -> int:
 
 
 def _ddp_buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
-    """Return DDP's default buckets in the order of backward. A bucket ends once it has 1 MiB, later ones 25 MiB."""
+    """Return DDP's default buckets in the order of backward. The first one ends once it has 1 MiB, others at 25 MiB."""
     found, size = [list[int]()], 0
     for index in order:
         spec = plan.tensors[index]

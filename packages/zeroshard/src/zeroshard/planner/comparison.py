@@ -134,7 +134,7 @@ def advised(rows: Sequence[Row], memory: int | None) -> Row:
 
 
 def verdict(chosen: Row, rows: Sequence[Row], memory: int | None, written: str) -> str:
-    """Say which rows of one number of ranks fit into ``memory``, which the user has ``written`` so."""
+    """Say which rows of one number of ranks fit into ``memory``, ``written`` so, and what ``chosen`` leaves of it."""
     plain = next(row for row in rows if row.partition == DDP)
     ranks = "One rank" if chosen.count == 1 else f"{chosen.count} ranks"
     peak = format_bytes(chosen.peak)

@@ -21,7 +21,7 @@ from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, inner_tensors, leaves, map_leaves
 
 _STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
-"""Hyperparameters that turn off state of torch's optimizers, with values that make an optimizer keep all its state."""
+"""Hyperparameters that can turn off state of torch's optimizers, with values for which an optimizer keeps it."""
 _MAY_BE_SPARSE = frozenset({"momentum_buffer"})
 """Entries with the layout of the gradient, which may be sparse."""
 

@@ -46,7 +46,7 @@ class StateMetadata:
         self.consolidated: Consolidated | None = None
 
     def forget(self, index: int | None = None) -> None:
-        """Remove the entries of one or all parameters, on all ranks. The next step exchanges the remaining entries."""
+        """Forget the entries of one or all parameters. All ranks call it; the next step exchanges the other entries."""
         self._told = ""
         if index is None:
             self.described.clear()

@@ -96,7 +96,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
 def describe_entries(
     shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor]
 ) -> Described:
-    """Describe each entry of a shard's state: the value, or ``{"part": dtype}`` if it has a value per element."""
+    """Describe each entry of a shard: the value, or ``{"part": dtype}`` for a cut tensor's value per element."""
     described: Described = []
     if not isinstance(entries, Mapping):
         raise StateMapError(f"the state of {name!r} is a {type(entries).__name__}, not a dict")
