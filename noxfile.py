@@ -54,7 +54,7 @@ BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # Packages that the harness and its tests use if they are installed; only sessions over all packages install them.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
-# Frameworks with which users train; only the frameworks session installs them, and other sessions skip their tests.
+# Frameworks with which users train. The sessions frameworks and page-commands install them; others skip their tests.
 FRAMEWORKS = ["accelerate>=1.3", "transformers>=5.0", "lightning>=2.4"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 # Distributions, each with the module of its optimizers.
@@ -156,7 +156,7 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def docs(session: nox.Session) -> None:
-    """Build the documentation; a warning, a link without a target or a public name without a page fails."""
+    """Build the documentation; a warning, a link without a target or a public name without a page is an error."""
     _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo", "sphinx-copybutton")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
@@ -217,7 +217,7 @@ def exhaustive(session: nox.Session) -> None:
 
 @nox.session(name="page-commands", tags=["nightly"])
 def page_commands(session: nox.Session) -> None:
-    """The commands that README.md and the guides show, in the order of each page; some fill half an hour."""
+    """Run the commands that README.md and the guides show, in the order of each page; takes half an hour."""
     _install_sources(session, list(PACKAGES), "nox", *TOOL_NEEDS, *PLUGIN_NEEDS, *FRAMEWORKS)
     _pytest(session, "-v", "tests/pages", "-m", "exhaustive", *session.posargs, may_skip=False)
 

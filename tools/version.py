@@ -18,7 +18,7 @@ PLACES = (
         re.compile(r'(?<="zeroshard-comm==)[^"]+|(?<="zeroshard-core==)[^"]+|(?<="zeroshard==)[^"]+'),
     ),
 )
-"""Files, each with the patterns of its version."""
+"""Patterns of files, each with the regular expression of the versions in them."""
 _FORM = re.compile(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?")
 
 

@@ -177,12 +177,12 @@ def test_one_that_treats_groups_differently_by_a_flag_is_cut_where_that_is_eleme
         assert_same(sharded.state_dict(), plain.state_dict())
 
 
-QUANTISED = [("bitsandbytes.optim.AdamW8bit", {}), ("bitsandbytes.optim.Lion8bit", {})]
-WRAPPED = [("support.stand_ins.QuantisedSGD", {}), ("torchao.optim.AdamW8bit", {})]
+QUANTIZED = [("bitsandbytes.optim.AdamW8bit", {}), ("bitsandbytes.optim.Lion8bit", {})]
+WRAPPED = [("support.stand_ins.QuantizedSGD", {}), ("torchao.optim.AdamW8bit", {})]
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@classes(*QUANTISED, *WRAPPED)
+@classes(*QUANTIZED, *WRAPPED)
 def test_quantized_state_stays_whole_and_is_counted_as_it_is(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins(language_model)
     (hidden, rest), (plain_hidden, plain_rest) = parted(model), parted(reference)
@@ -199,7 +199,7 @@ def test_quantized_state_stays_whole_and_is_counted_as_it_is(name: str, argument
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@classes(("heavyball.AdamW", {}), *QUANTISED, *WRAPPED)
+@classes(("heavyball.AdamW", {}), *QUANTIZED, *WRAPPED)
 def test_state_that_does_not_follow_the_elements_is_not_cut(name: str, arguments: dict[str, Any]) -> None:
     model = language_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), found(name), partition="split", elementwise=True, **arguments)
@@ -210,7 +210,7 @@ def test_state_that_does_not_follow_the_elements_is_not_cut(name: str, arguments
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@classes(*QUANTISED)
+@classes(*QUANTIZED)
 def test_quantized_state_is_saved_and_loaded(name: str, arguments: dict[str, Any], rank: int) -> None:
     model, reference = twins(language_model)
     sharded, plain = twin_optimizers((model, reference), found(name), **arguments)

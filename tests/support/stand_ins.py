@@ -132,7 +132,7 @@ class ScheduleFree(optim.Optimizer):
                     z.sub_(param.grad, alpha=group["lr"])
 
 
-class Quantised(torch.Tensor):
+class Quantized(torch.Tensor):
     """A tensor that holds one byte for each element, and others that scale them."""
 
     codes: torch.Tensor
@@ -142,14 +142,14 @@ class Quantised(torch.Tensor):
         return ["codes", "scales"], None
 
 
-class QuantisedSGD(optim.SGD):
+class QuantizedSGD(optim.SGD):
     """Stands in for those of torchao, whose state is in tensors of their own kind."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for param in [param for group in self.param_groups for param in group["params"]]:
             if param.grad is not None and not self.state[param]:
-                exp_avg: Any = torch.zeros_like(param, requires_grad=False).as_subclass(Quantised)
+                exp_avg: Any = torch.zeros_like(param, requires_grad=False).as_subclass(Quantized)
                 exp_avg.codes = torch.zeros_like(param, dtype=torch.uint8, requires_grad=False)
                 exp_avg.scales = torch.ones(1 + param.numel() // 256, device=param.device)
                 self.state[param]["exp_avg"] = exp_avg

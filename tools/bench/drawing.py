@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT = "#010203"
-"""Marks what is drawn in the colour of text, which depends on the scheme of the page."""
+"""Marks what is drawn in the color of text, which depends on the color scheme of the reader's system."""
 _COLORS = "svg {color: #1f2328} @media (prefers-color-scheme: dark) {svg {color: #e6edf3}}"
 PLAIN, OTHERS, OURS = "#9aa1a9", "#d68f3e", "#3f86c9"
 """Nothing sharded, other projects, and this one."""

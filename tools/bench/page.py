@@ -19,7 +19,7 @@ _DRAWN = {
     "hook-split": ("zeroshard in DDP", OURS),
     "sharded-split": ("zeroshard, sharded gradients", OURS),
 }
-"""Contenders in pictures, by name, with what they are called there and their colour."""
+"""Contenders in pictures, by name, with what they are called there and their color."""
 
 
 def write(page: Path = PAGE) -> None:

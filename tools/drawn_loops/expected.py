@@ -1,4 +1,4 @@
-"""The table of refusals: whether a loop is refused, and by which error, decided from its acts."""
+"""The table of refusals: decides from what a loop does whether it is refused, and by which error."""
 
 from __future__ import annotations
 

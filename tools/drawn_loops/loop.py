@@ -93,7 +93,7 @@ class Loop:
         return [head for place, head in enumerate(HEADS) if self.heads == "both" or place in first]
 
     def layer_of(self, number: int) -> str:
-        """Return the layer of the parameter with a number, as long as no parameter was added."""
+        """Return the layer of the parameter with this number, as long as no parameter was added."""
         return LAYERS[number % 8 // 2 if self.optimizer != "Muon" else number % 4]
 
     def __str__(self) -> str:

@@ -198,7 +198,7 @@ def memory(settings: Settings) -> int:
 
 
 def _held(name: str, model: str, ids: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return the bytes allocated since before the model was built, in the order of the table's columns."""
+    """Return the bytes above those allocated before the model was built, in the order of the table's columns."""
     gc.collect()
     torch.cuda.empty_cache()
     before = _allocated()

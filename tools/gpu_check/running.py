@@ -211,7 +211,7 @@ def judge(ended: Ended, limit: float, *, counts_tests: bool) -> tuple[Verdict, s
 
 
 def body_of(output: str, *, is_well: bool) -> str:
-    """Return the tables of an output and the tests that did not pass; unless all is well, also the last lines."""
+    """Return an output's tables and tests that did not pass; unless all is well, also what was running and its end."""
     lines = output.splitlines()
     tables = [line if line.startswith("| ") else "" for line in lines]
     parts = re.split(r"\n{2,}", "\n".join(tables).strip("\n")) if any(tables) else []

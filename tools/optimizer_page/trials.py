@@ -80,7 +80,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Seen:
-    """The result of a trial: a :class:`zeroshard.OptimizerCheck`, and whether ZeroRedundancyOptimizer refuses it.
+    """What :class:`zeroshard.OptimizerCheck` has, for a trial, and whether ZeroRedundancyOptimizer refuses the class.
 
     If it does not, the class fits the partition that :func:`partition_of` returns.
     """

@@ -97,23 +97,23 @@ def test_hooks_of_all_optimizers_are_not_called():
     assert not called
 
 
-class Quantised(torch.Tensor):
+class Quantized(torch.Tensor):
     """A float32 tensor for its users, which holds one byte for each element."""
 
     def __tensor_flatten__(self):
         return ["codes"], None
 
 
-class Quantising(torch.optim.SGD):
+class Quantizing(torch.optim.SGD):
     def step(self):
         [param] = self.param_groups[0]["params"]
-        momentum = torch.zeros_like(param, requires_grad=False).as_subclass(Quantised)
+        momentum = torch.zeros_like(param, requires_grad=False).as_subclass(Quantized)
         momentum.codes = torch.zeros_like(param, dtype=torch.uint8, requires_grad=False)
         self.state[param]["momentum"] = momentum
 
 
 def test_the_bytes_of_a_quantized_entry_are_of_the_tensors_in_it():
-    found = probe(Quantising, {}, [TensorSpec("weight", (10, 4), torch.float32)])
+    found = probe(Quantizing, {}, [TensorSpec("weight", (10, 4), torch.float32)])
     assert found[(10, 4), torch.float32] == {"momentum": StateEntry((10, 4), torch.float32, 40)}
 
 

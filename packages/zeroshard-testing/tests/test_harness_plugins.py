@@ -124,7 +124,7 @@ def test_a_flight_recorder_with_other_fields_turns_off_what_needs_it_and_nothing
 @pytest.mark.exhaustive
 def test_a_group_constructor_with_other_arguments_turns_off_what_needs_it_and_nothing_else(suite: RunSuite) -> None:
     done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITH_OTHER_ARGUMENTS)
-    assert "ranks: check off: deadlock (LookupError: torch makes process groups by another function" in done.text
+    assert "ranks: check off: deadlock (LookupError: torch makes process groups with a function other" in done.text
     assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
     assert done.cases["test_left_out[2-gloo]"].kind == "failure"
 

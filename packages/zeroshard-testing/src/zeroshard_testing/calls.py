@@ -31,7 +31,7 @@ def run_on_ranks(
 
     Args:
         function: The function to call, with `torch.distributed` initialized. It is sent by cloudpickle if that is
-            installed, otherwise by pickle, which accepts only functions defined in a module.
+            installed, otherwise by pickle, which accepts only functions at the top level of a module.
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
         backend: The backend, as for ``@pytest.mark.ranks``.
@@ -46,7 +46,7 @@ def run_on_ranks(
         tuples and dicts.
 
     Raises:
-        RanksFailure: If the function raised, ended, or left out a collective on a rank. It names the cause first.
+        RanksFailure: If the function raised, ended, or left out a collective on a rank. The text names the cause first.
         RuntimeError: If the caller is a rank, or the machine lacks the backend.
         TypeError: If the function or the arguments cannot be sent.
     """
@@ -87,7 +87,7 @@ def _pickled(value: object, name: str) -> bytes:
         advice = "create it inside the function"
     except ImportError:
         pickler = pickle
-        advice = "install cloudpickle, or use a function defined in a module, and arguments that pickle accepts"
+        advice = "install cloudpickle, or use a function at the top level of a module and arguments that pickle takes"
     try:
         return bytes(pickler.dumps(value))
     except Exception as error:

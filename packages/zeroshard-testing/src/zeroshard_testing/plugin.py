@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAMES",
         default="",
         type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
-        help=f"fail tests of these backends if the backend is missing, instead of skipping them: {names}, ...",
+        help=f"comma-separated backends whose tests fail, not skip, if the backend is missing: {names}, ...",
     )
     group.addoption("--ranks-logs", metavar="DIR", help="folder for logs of failing tests; default: pytest's")
     group.addoption("--ranks-launch", choices=["forkserver", "spawn"], default="forkserver", help="how workers start")
