@@ -169,9 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes that train together")
     parser.add_argument("--steps", type=int, default=30, help="steps before the checkpoint, and after it")
     parser.add_argument("--optimizer", choices=["AdamW", "SGD", MUON], default="AdamW")
-    parser.add_argument("--partition", choices=["whole", "split", "level"], default="split")
+    parser.add_argument("--partition", choices=["whole", "split", "level"], help="split by default, or level with Muon")
     parser.add_argument("--gradients", choices=["sharded", "ddp"], default="sharded", help="in place of DDP, or in it")
     options = parser.parse_args(arguments)
+    options.partition = options.partition or ("level" if options.optimizer == MUON else "split")
     steps, ranks = options.steps, range(options.ranks)
     parts = {"sharded": range(steps), "resumed": range(steps, 2 * steps), "plain": range(2 * steps)}
     print(f"{steps} steps sharded, saved to a file; new processes resume from it; then {2 * steps} steps of DDP.\n")
