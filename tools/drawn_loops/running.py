@@ -257,6 +257,8 @@ class _Training:
                     param.grad = None
 
     def forward(self) -> None:
+        # In a forward DDP may replace the views of its buckets, so that gradients are other tensors then.
+        self.keep_apart()
         rank = dist.get_rank()
         inputs = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * self.number + rank))
         self.output = self.ddp(inputs, self.loop.heads_of(self.number, rank))
@@ -269,7 +271,6 @@ class _Training:
             self.forward()
         loss: torch.Tensor = self.output.square().mean()
         self.output, self.number = None, self.number + 1
-        self.keep_apart()
         loss.backward()
         if reduces:
             self.add_reduced()
