@@ -156,7 +156,8 @@ def print_memory(plain: dict[str, float], sharded: dict[str, float], options: ar
     planner = Planner(param_groups(GPT(), options.optimizer), AdamW, backend="gloo")
     predicted = planner.predict(8, options.partition, shards_gradients=options.gradients == "sharded").ranks[0]
     on_8 = {kind: getattr(predicted, kind) / 1e6 for kind in MARKS}
-    print("\nMB that rank 0 holds after a step:", ", ".join(f"{kind} {mark}" for kind, mark in MARKS.items()))
+    legend = ", ".join(f"{kind} {mark}" for kind, mark in MARKS.items())
+    print(f"\nMB that rank 0 holds after a step, a mark for 2 MB: {legend}")
     count = f"{options.ranks} ranks"
     for name, held in {f"plain, {count}": plain, f"sharded, {count}": sharded, "predicted, 8 ranks": on_8}.items():
         bar = "".join(mark * round(held[kind] / 2) for kind, mark in MARKS.items())
@@ -172,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--partition", choices=["whole", "split", "level"], help="split by default, or level with Muon")
     parser.add_argument("--gradients", choices=["sharded", "ddp"], default="sharded", help="in place of DDP, or in it")
     options = parser.parse_args(arguments)
+    if min(options.ranks, options.steps) < 1:
+        parser.error("--ranks and --steps must be 1 or more")
     options.partition = options.partition or ("level" if options.optimizer == MUON else "split")
     steps, ranks = options.steps, range(options.ranks)
     parts = {"sharded": range(steps), "resumed": range(steps, 2 * steps), "plain": range(2 * steps)}
