@@ -82,7 +82,8 @@ def run(typed: Iterable[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run commands in a new copy of the repository; each prints a record separator first."""
     made = shutil.ignore_patterns(".git", ".nox", ".venv", "_build", "__pycache__", ".*_cache")
     copy = shutil.copytree(ROOT, folder, ignore=made)
-    script = "\n".join(["exec 2>&1", *(f"printf '\\036'\n{command}" for command in typed)])
+    # Alone, -e would not see that a command before && fails.
+    script = "\n".join(["exec 2>&1", *(f"printf '\\036'\n{{ {command}\n}} || exit 1" for command in typed)])
     return subprocess.run(
         [shutil.which("bash") or "bash", "-ec", script], cwd=copy, env={**os.environ, "COPY": str(copy)}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False,
@@ -111,6 +112,12 @@ def test_each_reason_not_to_run_a_command_is_that_of_some_page() -> None:
     every = [command for page in PAGES for command, _ in commands(page.read_text("utf-8"))]
     assert len(every) > 70
     assert {reason for command in every for reason in reasons(command)} == {*NOT_RUN}
+
+
+@pytest.mark.exhaustive
+def test_a_command_that_fails_before_another_one_ends_the_page(tmp_path: Path) -> None:
+    ran = run(["cd docs", "false && echo never", "echo after"], tmp_path / "copy")
+    assert (ran.returncode, ran.stdout) == (1, "\036\036")
 
 
 def test_commands_are_found_with_what_they_print_and_the_files_that_they_need() -> None:

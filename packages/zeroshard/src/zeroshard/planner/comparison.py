@@ -121,9 +121,10 @@ def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: 
     return planner
 
 
-def by_peak(row: Row) -> float:
-    """Sorts rows by the bytes of the rank that holds most; rows that are refused come last."""
-    return row.peak if row.ranks else float("inf")
+def by_peak(row: Row) -> tuple[float, int, bool]:
+    """Sorts rows by their peak in four digits, as printed, then by the rule for partitions; refused rows come last."""
+    order = (FSDP2, DDP, "split", "level", "whole", "torch ZeRO")
+    return (float(f"{row.peak:.4g}") if row.ranks else float("inf")), order.index(row.partition), not row.sharded
 
 
 def advised(rows: Sequence[Row], memory: int | None) -> Row:
@@ -134,13 +135,15 @@ def advised(rows: Sequence[Row], memory: int | None) -> Row:
 
 
 def verdict(chosen: Row, rows: Sequence[Row], memory: int | None, written: str) -> str:
-    """Say which rows of one number of ranks fit into ``memory``, ``written`` so, and what ``chosen`` leaves of it."""
+    """Say which rows of one number of ranks fit into ``memory`` (``written`` by a user), and what ``chosen`` leaves."""
     plain = next(row for row in rows if row.partition == DDP)
     ranks = "One rank" if chosen.count == 1 else f"{chosen.count} ranks"
     peak = format_bytes(chosen.peak)
     if memory is None:
         less = "" if chosen is plain else f", {1 - chosen.peak / plain.peak:.0%} less than DDP"
-        return f"{ranks}: {chosen.name} has the least peak, {peak}{less}."
+        fsdp2 = next(row for row in rows if row.partition == FSDP2)
+        least = f"{chosen.name} has the least peak of zeroshard and DDP, {peak}{less}"
+        return f"{ranks}: {least}. FSDP2 shards parameters too: {format_bytes(fsdp2.peak)}."
     ordered = sorted((row for row in rows if row.ranks), key=by_peak)
     fitting, other = ([row.name for row in ordered if (row.peak <= memory) is fits] for fits in (True, False))
     told = f"Nothing fits: {chosen.name} takes {peak}."
@@ -159,22 +162,21 @@ def call_of(
             return "Use more ranks, or a smaller dtype."
         return "None of these partitions fits. Use FSDP2, torch.distributed.fsdp.fully_shard()."
     if row.partition == DDP:
-        why = (
-            "on one rank there is nothing to shard"
-            if row.count == 1
-            else "none of these partitions takes less than DDP"
-        )
-        return f"Use the plain optimizer: {why}."
+        alone, other = "on one rank there is nothing to shard", "none of these partitions takes less than DDP"
+        return f"Use the plain optimizer: {alone if row.count == 1 else other}."
     choices = parse(row.optimizers)
     arguments: dict[str, Any] = {} if len(choices) > 1 else dict(choices[0].arguments)
     lines = [f"model = model.to(torch.{dtype})"] if dtype else []
     if groups is not None:
         lines += [f"groups = {groups}"]
     elif len(choices) > 1:
-        lines += ["# matrices: what --show lists; rest: all others", "groups = ["]
-        for choice in choices:
+        known = {MATRICES: "what --show lists", REST: "all others"}
+        names = [each.pattern if each.pattern in known else f"params_{index}" for index, each in enumerate(choices)]
+        told = [known.get(each.pattern, f"what {each.pattern!r} matches, and nothing above") for each in choices]
+        lines += [*(f"# {name}: {what}" for name, what in zip(names, told, strict=True)), "groups = ["]
+        for name, choice in zip(names, choices, strict=True):
             own = "".join(f', "{key}": {value!r}' for key, value in choice.arguments)
-            lines += [f'    {{"params": {_params_of(choice)},', f'     "optimizer_class": {_class_of(choice)}{own}}},']
+            lines += [f'    {{"params": {name},', f'     "optimizer_class": {_class_of(choice)}{own}}},']
         lines += ["]"]
     arguments |= {"partition": row.partition, **({"master_weights": True} if master_weights else {})}
     params = "model.named_parameters()" if groups is None and len(choices) == 1 else "groups"
@@ -185,12 +187,6 @@ def call_of(
     elif hook:
         lines += ["register_reduce_to_owner(ddp, optimizer)  # a hook of DDP"]
     return "\n".join(lines)
-
-
-def _params_of(choice: Choice) -> str:
-    if choice.pattern.isidentifier():
-        return choice.pattern
-    return f"[p for name, p in model.named_parameters() if fnmatch(name, {choice.pattern!r})]"
 
 
 def _class_of(choice: Choice) -> str:

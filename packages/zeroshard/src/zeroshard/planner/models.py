@@ -79,6 +79,8 @@ def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
         path = next((path / name for name in names if (path / name).is_file()), path)
         if path.is_dir():
             raise InputError(f"{text} has no {', '.join(names[:-1])} or {names[-1]}")
+    if re.match(r"[^:]*\.py(:|$)", text):
+        raise InputError(f"{text} is a file of Python: name a function of its module, such as {path.stem}:make_model")
     if os.path.isfile(path):  # noqa: PTH113 - the same
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return _of_safetensors(path)
