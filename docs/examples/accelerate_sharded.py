@@ -44,7 +44,7 @@ def train(
     )
     torch.manual_seed(0)
     model = SmallGPT().to(accelerator.device, dtype)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=3e-3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=3e-3, partition="split")
     scheduler = LambdaLR(optimizer, lambda step: 0.99**step)
     batches = DataLoader(Windows(last * accumulated * 4 * accelerator.num_processes), batch_size=4)
     model, optimizer, batches, scheduler = ZeroShardPlugin(accelerator).prepare(model, optimizer, batches, scheduler)

@@ -19,7 +19,7 @@ def build(kind: str) -> tuple[nn.Module, Optimizer]:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).double()
     if kind == "sharded":
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3, partition="split")
         register_reduce_to_owner(ddp, optimizer)
         return ddp, optimizer
     if kind == "plain":

@@ -29,7 +29,7 @@ def train(
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy, precision=precision)
     fabric.launch()
     model = SmallGPT()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3, partition="split")
     model, optimizer = fabric.setup(model, optimizer)
     batches = fabric.setup_dataloaders(DataLoader(Windows(1000), batch_size=4))
     state = {"model": model, "optimizer": optimizer, "steps": 0}

@@ -16,7 +16,7 @@ from zeroshard_integrations.ddp import register_reduce_to_owner
 def sharded(model: nn.Module) -> tuple[DistributedDataParallel, Optimizer]:
     """Return the model in DDP, and its optimizer with the hook."""
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3, partition="split")
     register_reduce_to_owner(ddp, optimizer)
     return ddp, optimizer
 

@@ -75,7 +75,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 10))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3, partition="split")
     register_reduce_to_owner(ddp, optimizer)
     log = logger(sys.argv[1]) if dist.get_rank() == 0 else None
 

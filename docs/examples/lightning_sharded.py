@@ -30,7 +30,7 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """Return the optimizer."""
-        return ZeroRedundancyOptimizer(self.parameters(), AdamW, lr=1e-3)
+        return ZeroRedundancyOptimizer(self.parameters(), AdamW, lr=1e-3, partition="split")
 
 
 def train(

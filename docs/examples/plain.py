@@ -58,6 +58,7 @@ if rank == 0:
     torch.save({**saved, "steps": steps}, new_file)
     new_file.replace(checkpoint)
     print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}")
+dist.barrier()  # No rank exits before the file is written.
 # DDP that outlives its process group can hang.
 del ddp
 dist.destroy_process_group()

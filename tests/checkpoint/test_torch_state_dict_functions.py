@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint's functions that get and set state dicts, beside DDP and beside a plain model.
 
-The behaviours are those that PyTorch's own tests of these functions ask of a plain optimizer.
+The behaviors are those that PyTorch's own tests of these functions ask of a plain optimizer.
 """
 
 from __future__ import annotations

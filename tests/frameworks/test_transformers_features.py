@@ -242,7 +242,7 @@ def test_param_groups_take_the_place_of_the_trainers_and_of_no_optimizer(tmp_pat
     with raises_on(TypeError, ranks=[0, 1], match="rank 1: .*but its result is a NoneType"):
         small_trainer(tmp_path, True, given={"param_groups": lambda of: None if rank else groups(of)}).train()
     optimizer = ZeroRedundancyOptimizer(Line().parameters(), optim.SGD)
-    with pytest.raises(ValueError, match="builds the optimizer from param_groups: do not pass one"):
+    with pytest.raises(ValueError, match="builds the optimizer from param_groups: pass no optimizer"):
         small_trainer(tmp_path, True, given={"param_groups": groups, "optimizers": (optimizer, None)})
     forget_accelerator()
     monkeypatch.delenv("LOCAL_RANK")

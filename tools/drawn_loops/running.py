@@ -257,7 +257,7 @@ class _Training:
                     param.grad = None
 
     def forward(self) -> None:
-        # In a forward DDP may replace the views of its buckets, so that gradients are other tensors then.
+        # A forward may make DDP replace the views of its buckets, and with them the gradients.
         self.keep_apart()
         rank = dist.get_rank()
         inputs = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * self.number + rank))

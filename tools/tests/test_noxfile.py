@@ -122,13 +122,13 @@ def test_a_session_fails_if_no_test_is_executed_or_one_is_skipped_that_must_not(
         noxfile._pytest(Session(tmp_path, suite(tests, skipped)), "tests", may_skip=may_skip)
 
 
-@pytest.mark.parametrize("content", [None, b"another licence", (ROOT / "LICENSE").read_bytes()])
-def test_a_wheel_needs_this_licence(noxfile, tmp_path, content):
+@pytest.mark.parametrize("content", [None, b"another license", (ROOT / "LICENSE").read_bytes()])
+def test_a_wheel_needs_this_license(noxfile, tmp_path, content):
     info = f"zeroshard_core-{noxfile._version('zeroshard-core')}"
     with zipfile.ZipFile(tmp_path / f"{info}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}.dist-info/METADATA", "")
         if content is not None:
             wheel.writestr(f"{info}.dist-info/licenses/LICENSE", content)
     is_right = content == (ROOT / "LICENSE").read_bytes()
-    with nullcontext() if is_right else pytest.raises(RuntimeError, match="lacks the licence"):
-        noxfile._check_licence(Session(tmp_path), "zeroshard-core", tmp_path)
+    with nullcontext() if is_right else pytest.raises(RuntimeError, match="lacks the license"):
+        noxfile._check_license(Session(tmp_path), "zeroshard-core", tmp_path)

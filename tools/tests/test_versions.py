@@ -1,4 +1,4 @@
-"""One version for all packages, set by one command; one licence, and the same addresses."""
+"""One version for all packages, set by one command; one license, and the same addresses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PACKAGES = sorted((ROOT / "packages").iterdir())
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_a_package_has_the_version_the_licence_and_the_addresses_of_its_siblings(package: Path) -> None:
+def test_a_package_has_the_version_the_license_and_the_addresses_of_its_siblings(package: Path) -> None:
     written = (package / "pyproject.toml").read_text(encoding="utf-8")
     [path] = re.findall(r'\[tool.hatch.version\]\npath = "(.*)"', written)
     assert f'__version__ = "{zeroshard.__version__}"\n' in (package / path).read_text(encoding="utf-8")
     assert set(re.findall(r'"zeroshard[a-z-]*==([^"]*)"', written)) <= {zeroshard.__version__}
-    # Its wheel takes the licence from its own folder; `nox -s wheels` looks into the wheel.
+    # Its wheel takes the license from its own folder; `nox -s wheels` looks into the wheel.
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert 'license-files = ["LICENSE"]' in written
     [urls] = re.findall(r"\[project.urls\]\n(.*?)\n\n", written, re.DOTALL)

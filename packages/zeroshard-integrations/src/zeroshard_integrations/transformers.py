@@ -68,7 +68,7 @@ class ZeroShardTrainerMixin(Trainer):
             )
         if param_groups is not None and (self.optimizer is not None or not self._is_distributed):
             raise ValueError(
-                "ZeroShardTrainer builds the optimizer from param_groups: do not pass one, and launch with torchrun"
+                "ZeroShardTrainer builds the optimizer from param_groups: pass no optimizer, and launch with torchrun"
             )
         if self._is_distributed and self.optimizer is not None and sharded_optimizer(self.optimizer) is None:
             raise ValueError(

@@ -37,7 +37,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 @app.callback()
 def _several() -> None:
-    """Shards optimizer state across the ranks of DistributedDataParallel."""
+    """Plan how to shard the training of a model."""
 
 
 @app.command(epilog=EXAMPLES)
