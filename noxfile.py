@@ -54,7 +54,7 @@ BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # Packages that the harness and its tests use if they are installed; only sessions over all packages install them.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
-# Frameworks with which users train. The sessions frameworks and page-commands install them; others skip their tests.
+# Frameworks with which users train. Only the frameworks session installs them; others skip their tests.
 FRAMEWORKS = ["accelerate>=1.3", "transformers>=5.0", "lightning>=2.4"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 # Distributions, each with the module of its optimizers.

@@ -282,7 +282,7 @@ def test_a_cost_and_groups_are_refused():
 
 
 def test_a_group_without_costs_is_refused_by_the_tensor_s_name():
-    with pytest.raises(ValueError, match="tensor 1 'm1' is of group 3, but `groups` has length 3"):
+    with pytest.raises(ValueError, match="tensor 1 'm1' is of group 3: there are 3 groups"):
         leveled([*matrices(4), replace(matrices(4, 4)[1], group=3)], 2)
 
 

@@ -227,9 +227,7 @@ def _check_arguments(
         raise ValueError("both `cost` and `groups` are given: leave one of them out")
     for index, spec in enumerate(specs if groups else ()):
         if not 0 <= spec.group < len(groups):
-            raise ValueError(
-                f"tensor {index} {spec.name!r} is of group {spec.group}, but `groups` has length {len(groups)}"
-            )
+            raise ValueError(f"tensor {index} {spec.name!r} is of group {spec.group}: there are {len(groups)} groups")
 
 
 def _checked(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:

@@ -306,9 +306,7 @@ class Mover:
     def _message(self, call: Call, call_site: str) -> Message:
         """Return the description of a message; ValueError if its peer is this rank."""
         if call.root == self._rank:
-            raise ValueError(
-                f"{located(message_text(call, self._ranks), call_site)} in {self._label}: no rank sends to itself"
-            )
+            raise ValueError(f"{located(message_text(call, self._ranks), call_site)} in {self._label} is to this rank")
         tensor = (*call.inputs, *call.outputs)[0]
         dtype = str(tensor.dtype).removeprefix("torch.")
         text = described(tensor)[:_WORDS_SIZE]

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 from torch.profiler import record_function
-from zeroshard_comm import BucketReduceWork, Coordinator, agreed, choose_transport
+from zeroshard_comm import BucketReduceWork, Coordinator, PeerLostError, agreed, choose_transport
 
 from zeroshard._torch_private import current_node, disable_dynamo, in_autograd, in_compiled_backward, queue_callback
 from zeroshard.grads.bucket import common_device
@@ -245,6 +245,8 @@ class ShardedGradients(GradSource):
         try:
             yield
         except BaseException as error:
+            if self._guard.broken is not None and isinstance(error, PeerLostError):
+                return  # The other thread has closed the connections; the end of backward raises its error.
             self._guard.mark_broken(error)
             self._coordinator.ranks.close(error)
             self._transient.leave(None)
