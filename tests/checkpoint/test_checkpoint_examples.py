@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import runpy
@@ -17,10 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.training import cutting
+from support.example_scripts import sharded
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -34,8 +32,7 @@ def run(partition: str, script: str, *arguments: object) -> None:
     with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
         import checkpoint_training
 
-        sharded = functools.partial(ZeroRedundancyOptimizer, partition=cutting(partition))
-        with mock.patch.object(checkpoint_training, "ZeroRedundancyOptimizer", sharded):
+        with mock.patch.object(checkpoint_training, "ZeroRedundancyOptimizer", sharded(partition)):
             runpy.run_path(str(EXAMPLES / script))
 
 

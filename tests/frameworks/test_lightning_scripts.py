@@ -202,7 +202,7 @@ def test_the_size_of_the_state_is_logged_where_the_model_summary_is(tmp_path, cl
     import torch.distributed as dist
 
     if "Muon" in classes:
-        monkeypatch.setattr("support.lightning_training.ZeroRedundancyOptimizer", muon_and_adamw)
+        monkeypatch.setattr("support.example_scripts.ZeroRedundancyOptimizer", muon_and_adamw)
     sizes = torch.zeros(2, dtype=torch.int64)
 
     class Measure(pl.Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -17,8 +16,6 @@ from unittest import mock
 
 from support import example_scripts
 from support.framework_training import Run
-from support.training import cutting
-from zeroshard import ZeroRedundancyOptimizer
 
 TWENTY = 20
 
@@ -70,7 +67,7 @@ def train(
         options |= {"max_steps": steps, "accumulate_grad_batches": accumulated}
     else:
         options |= {"steps": steps, "accumulated": accumulated}
-    ours = functools.partial(ZeroRedundancyOptimizer, partition=cutting(partition))
+    ours = example_scripts.sharded(partition)
     # Lightning removes WORLD_SIZE at the end of a training that torchrun has not started.
     with mock.patch.dict(os.environ), mock.patch.object(module, "ZeroRedundancyOptimizer", ours, create=True):
         trained = module.train(checkpoint, resume_from, **options)
