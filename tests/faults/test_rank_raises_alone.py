@@ -176,7 +176,7 @@ def test_another_call_in_place_of_the_end_of_a_backward_is_told(rank: int, monke
 
 
 # What is not sent leaves messages without another end.
-@pytest.mark.by_default("messages-2-pack-one thread | reads-2-accept-two threads")
+@pytest.mark.by_default("messages-2-pack-one thread | messages-2-accept-two threads | reads-2-accept-two threads")
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages no:collectives no:deadlock")
 @pytest.mark.usefixtures("reads")
 @pytest.mark.parametrize("threads", [False, True], ids=["one thread", "two threads"])

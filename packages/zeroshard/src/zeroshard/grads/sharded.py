@@ -245,7 +245,7 @@ class ShardedGradients(GradSource):
         try:
             yield
         except BaseException as error:
-            if self._guard.broken is not None and isinstance(error, PeerLostError):
+            if self.transport.uses_thread and self._guard.broken is not None and isinstance(error, PeerLostError):
                 return  # The other thread has closed the connections; the end of backward raises its error.
             self._guard.mark_broken(error)
             self._coordinator.ranks.close(error)
