@@ -68,37 +68,32 @@ def test_memory_is_lent_again_and_grows() -> None:
     assert freed() is None
 
 
-def test_a_third_bucket_waits_until_one_has_left() -> None:
-    buffers, entered = TransientBuffers(CPU, waits=True), threading.Event()
-    for _ in range(IN_FLIGHT):
-        buffers.enter(is_cut=False)
+def enters_after_another_has_left(buffers: TransientBuffers, *, is_cut: bool) -> None:
+    entered = threading.Event()
 
     def enter() -> None:
-        buffers.enter(is_cut=False)
+        buffers.enter(is_cut=is_cut)
         entered.set()
 
-    third = threading.Thread(target=enter, daemon=True)
-    third.start()
+    waiting = threading.Thread(target=enter, daemon=True)
+    waiting.start()
     assert not entered.wait(0.1)
     buffers.leave(None)
     assert entered.wait(10)
-    third.join()
+    waiting.join()
+
+
+def test_a_third_bucket_waits_until_one_has_left() -> None:
+    buffers = TransientBuffers(CPU, waits=True)
+    for _ in range(IN_FLIGHT):
+        buffers.enter(is_cut=False)
+    enters_after_another_has_left(buffers, is_cut=False)
 
 
 def test_a_bucket_of_cut_tensors_is_alone() -> None:
-    buffers, entered = TransientBuffers(CPU, waits=True), threading.Event()
+    buffers = TransientBuffers(CPU, waits=True)
     buffers.enter(is_cut=False)
-
-    def enter() -> None:
-        buffers.enter(is_cut=True)
-        entered.set()
-
-    cut = threading.Thread(target=enter, daemon=True)
-    cut.start()
-    assert not entered.wait(0.1)
-    buffers.leave(None)
-    assert entered.wait(10)
-    cut.join()
+    enters_after_another_has_left(buffers, is_cut=True)
     buffers.leave(None)
     # All places are free again.
     for _ in range(IN_FLIGHT):
