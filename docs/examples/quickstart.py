@@ -81,7 +81,7 @@ def build(model: GPT, options: argparse.Namespace, *, is_sharded: bool) -> tuple
     if not is_sharded:
         plain = [group.pop("optimizer_class")([group]) for group in groups]
         return DistributedDataParallel(model, gradient_as_bucket_view=True), plain
-    # One class needs no groups: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3).
+    # One class needs no groups: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3, partition="split").
     optimizer = ZeroRedundancyOptimizer(groups, AdamW, partition=options.partition)
     if options.gradients == "sharded":
         shard_gradients(model, optimizer, bucket_mb=4)
